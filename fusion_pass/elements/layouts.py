@@ -40,8 +40,8 @@ def probe(size: int) -> torch.Tensor:
 
 
 def radix(values: torch.Tensor, size: int) -> list[tuple[int, int]] | None:
-    """Mixed-radix form of ``values[i]`` (sampled at ``probe(size)``, ``values[0] == 0``): (size, stride) pairs, outermost
-    first, with ``values[i] = sum_j digit_j(i) * stride_j``. None when there is no such form."""
+    """Mixed-radix form of ``values[i]`` (sampled at ``probe(size)``, ``values[0] == 0``): (size, stride) pairs,
+    outermost first, with ``values[i] = sum_j digit_j(i) * stride_j``. None when there is no such form."""
     if size == 1:
         return []
     if size > PROBE_LIMIT:

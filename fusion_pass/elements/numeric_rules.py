@@ -58,6 +58,12 @@ def _conj_free(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Ten
     return engine.values(node.args[0], index)
 
 
+def _polar(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    radius, angle = (engine.values(a, broadcast_index(index, engine.sizes.shape(node), engine.sizes.shape(a)))
+                     for a in node.args)
+    return torch.polar(radius, angle)
+
+
 def _boolean_put(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     """``x[mask] = scalar``."""
     base, (mask, *more), value = node.args[:3]
@@ -299,7 +305,7 @@ RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = 
     aten._softmax.default: _softmax, aten.softmax.int: _softmax, aten._safe_softmax.default: _softmax,
     aten._log_softmax.default: _softmax, aten.log_softmax.int: _softmax, aten.cumsum.default: _cumsum,
     aten.index_put.default: _index_put, aten._conj.default: _conj, aten._conj_physical.default: _conj,
-    aten.conj.default: _conj, aten.resolve_conj.default: _conj_free, aten.resolve_neg.default: _conj_free,
+    aten.conj.default: _conj, aten.polar.default: _polar, aten.resolve_conj.default: _conj_free, aten.resolve_neg.default: _conj_free,
     aten.scaled_dot_product_attention.default: lambda e, n, i: _sdpa(e, n, 0, i),
 }
 TUPLE_RULES: dict[object, Callable[[Numeric, fx.Node, int, torch.Tensor], torch.Tensor]] = {
