@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments for every op at a given size, and float64 formulas written out independently of the reference code."""
 
+import pytest
 import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
+
+# Where the ops are tested: the CPU always, a GPU where there is one (``-m gpu`` selects it).
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Maker:

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from cases import Maker, every_op
+from cases import DEVICES, Maker, every_op
 from fusion_pass.kernels.ops import SPECS
 from fusion_pass.kernels.ops import attention as attention_module
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +18,11 @@ NAMES = {
     "attention_gathered_rope_quant", "attention_partials", "inverse_rope", "inverse_rope_quant", "merge_partials",
     "merge_partials_rope", "merge_partials_rope_quant", "fp8_bgemm",
 }  # fmt: skip
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
 
 
 def as_tuple(result):

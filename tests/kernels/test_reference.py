@@ -4,6 +4,7 @@
 import pytest
 import torch
 from cases import (
+    DEVICES,
     Maker,
     dense_formula,
     gathered_formula,
@@ -17,6 +18,11 @@ ops = torch.ops.fusion_pass
 SCALE = 0.11
 # Relative norm error against float64: a few roundings of the output dtype.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
 
 
 def dtypes(device):
