@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from .moves import CASTS, broadcast_index, ravel, unravel
-from .numeric import EIGHT_BIT, MAX_ELEMENTS, Numeric, Unevaluated, cast_like, widen, to_dtype
+from .numeric import EIGHT_BIT, MAX_ELEMENTS, Numeric, Unevaluated, cast_like, to_dtype, widen
 from .sizes import Sizes
 
 aten = torch.ops.aten
