@@ -54,6 +54,9 @@ CASTS = {aten._to_copy.default, prims.convert_element_type.default, aten.to.dtyp
          aten.to.dtype_layout, aten.type_as.default}
 
 
+PLAIN_MOVES = SAME_ORDER | STRIDED | EXPANDING
+
+
 def unravel(index: torch.Tensor, shape: tuple[int, ...]) -> list[torch.Tensor]:
     """Row-major index -> one coordinate vector per dimension."""
     coordinates = []

@@ -1,7 +1,7 @@
 """Anchors: contractions whose operand may be a rotated attention output.
 
-Most contractions of most graphs are ruled out by looking at operator names along one chain of inputs: behind the operand
-of the grouped projection stands, after moves and quantisation only, an operator that joins changed and unchanged
+Most contractions of most graphs are ruled out by looking at operator names along one chain of inputs: behind the
+operand of the grouped projection stands, after moves and quantisation only, an operator that joins changed and unchanged
 channels (cat, a write into a slice, a stack, a pad). No element is evaluated here.
 """
 

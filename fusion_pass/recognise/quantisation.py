@@ -158,8 +158,8 @@ def _explain(x: torch.Tensor, found: torch.Tensor, forms: list[tuple[str, int]],
     kind = "code" if is_codes else "dequantised value"
     return (f"channel {channel}: {kind} {found[row, channel]:.6g} for {x[row, channel]:.6g}, expected "
             f"{want[row, channel]:.6g} (blocks of {block}, scale = "
-            f"{'amax/448' if rule == 'fp32' else 'power of two above amax/448'}); neither that nor the other scale rule "
-            "or block of 32 gives the source's values")
+            f"{'amax/448' if rule == 'fp32' else 'power of two above amax/448'}); neither that nor the other "
+            "scale rule or block of 32 gives the source's values")
 
 
 def reference_scale(amax: torch.Tensor, floor: float, rule: str) -> torch.Tensor:

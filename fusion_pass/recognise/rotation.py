@@ -150,7 +150,8 @@ def read_structure(node: fx.Node, sizes: Sizes, follower: Follower, through: Thr
         parts = _split_at_source_dims(parts, source, sizes)
         axes.extend(_axes(node, source, dim if dim < outer_dims else None, parts, here, sizes))
     found = Structure(node, source, int(index[0]), tuple(axes), head_dim, stride, start)
-    outer_at, channel = found.random_outer(48), torch.randint(0, start, (48,), generator=torch.Generator().manual_seed(1))
+    outer_at = found.random_outer(48)
+    channel = torch.randint(0, start, (48,), generator=torch.Generator().manual_seed(1))
     only = follower.follow(node, found.here_index(outer_at, channel), through=through).only()
     if only is None or only.node is not source or not bool(
             (only.index == found.source_index(outer_at, channel)).all()):
