@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -10,10 +11,8 @@ from collections.abc import Sequence
 
 def run(arguments: Sequence[str]) -> int:
     """Run ``python -m benchmarks`` with these arguments; exit code 2 when there is no checkout around."""
-    if (
-        importlib.util.find_spec("benchmarks.__main__" if importlib.util.find_spec("benchmarks") else "benchmarks")
-        is None
-    ):
+    sys.path.insert(0, os.getcwd())
+    if importlib.util.find_spec("benchmarks") is None or importlib.util.find_spec("benchmarks.__main__") is None:
         print("bench: no 'benchmarks' package here; run it from the root of a source checkout", file=sys.stderr)
         return 2
     previous = sys.argv

@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         "explain",
         help="say what would be fused in your model, without compiling or running it",
         description="The target is MODULE:FUNCTION or FILE.py:FUNCTION. FUNCTION takes no arguments and returns "
-        "(model, args) or (model, args, kwargs): the module or function to look at and example inputs. Exit code 0 when something "
-        "would be fused, 1 when nothing would.",
+        "(model, args) or (model, args, kwargs): the module or function to look at and example inputs. Exit code 0 "
+        "when something would be fused, 1 when nothing would.",
     )
     explain.add_argument("target", metavar="MODULE:FUNCTION")
     explain.add_argument("--dynamic", action="store_true", help="capture with dynamic shapes")
