@@ -152,3 +152,17 @@ def registered_backends() -> Iterable[str]:
     if registry is not None:
         names |= set(registry._COMPILER_FNS)
     return names
+
+
+def compile_apart(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``torch.compile`` whose graphs do not count against the recompile limit of other users of the code (torch
+    2.13).
+    """
+    import inspect
+
+    import torch
+
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(function, **options)
+    return compiled

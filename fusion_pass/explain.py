@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from . import guarded
+from . import compat, guarded
 from .backend import run_boxed
 from .config import Config
 from .report import GatedChain, Report
@@ -49,14 +49,14 @@ def explain(
         gathered: list[Report] = []
         notes: list[str] = []
         with torch.no_grad(), fake_mode, _unlimited_recompiles():
-            run = torch.compile(fake_model, backend=_capturing_backend(config, gathered), dynamic=dynamic)
+            run = compat.compile_apart(fake_model, backend=_capturing_backend(config, gathered), dynamic=dynamic)
             try:
                 run(*fake_args, **fake_kwargs)
             except Exception as error:
                 if not gathered or config.strict:
                     raise
                 log.debug("capture ended early", exc_info=True)
-                notes.append(f"capture ended after {len(gathered)} graphs: {_first_line(error)}")
+                notes.append(f"capture ended after graph {len(gathered)}: {_first_line(error)}")
         report = Report.merge(gathered) if gathered else Report(graphs=0, notes=["Dynamo captured no graph"])
         report.notes += notes
         if report.graphs > 1:

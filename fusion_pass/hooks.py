@@ -66,6 +66,7 @@ class PostGradPass(_InferenceAware):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """Identity of this pass in Inductor's cache key."""
+        store.note_cache_hits()
         return fingerprint(self.config, "post_grad")
 
 

@@ -39,14 +39,14 @@ _collector = _Collector()
 
 def reports() -> list[Report]:
     """One report per graph that was compiled in this process, in order, also for graphs that came from a cache."""
-    _collect_cache_hits()
+    note_cache_hits()
     with _lock:
         return list(_reports)
 
 
 def clear_reports() -> None:
     """Forget all reports of this process."""
-    _collect_cache_hits()
+    note_cache_hits()
     with _lock:
         _reports.clear()
 
@@ -87,22 +87,23 @@ def add_cacheable(report: Report) -> None:
     except OSError as error:
         log.debug("report is not stored beside Inductor's cache: %s", error)
     with _lock:
-        _collect_cache_hits()
+        note_cache_hits()
         _seen[key] += 1
         compat.counters()["inductor"][key] += 1
         _reports.append(report)
 
 
-def _collect_cache_hits() -> None:
+def note_cache_hits() -> None:
+    """Fetch the reports of graphs that Inductor has taken from its cache since the last time.
+
+    Called by the hook for every graph, so that counters which the user clears in between are followed.
+    """
     with _lock:
-        for key, count in list(compat.counters()["inductor"].items()):
-            if key.startswith(_PREFIX):
-                for _ in range(count - _seen[key]):
-                    _reports.append(_read(key))
-                # Counters can be cleared by the user: follow them down as well.
-                _seen[key] = count
-        for key in [key for key in _seen if key not in compat.counters()["inductor"]]:
-            del _seen[key]
+        now = {key: count for key, count in compat.counters()["inductor"].items() if key.startswith(_PREFIX)}
+        for key, count in now.items():
+            _reports.extend(_read(key) for _ in range(count - _seen[key]))
+        _seen.clear()
+        _seen.update(now)
 
 
 def _read(key: str) -> Report:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.fx as fx
 
-from .moves import is_float_cast, sources
+from .moves import Piece, is_float_cast, sources
 from .sizes import Sizes
+
+Through = Callable[[fx.Node, torch.Tensor], list[Piece] | None]
 
 
 @dataclass
@@ -40,10 +43,12 @@ class Follower:
         self.sizes = sizes
         self.visits = 0
 
-    def follow(self, node: fx.Node, index: torch.Tensor, stop: frozenset[fx.Node] = frozenset()) -> Trace:
+    def follow(self, node: fx.Node, index: torch.Tensor, stop: frozenset[fx.Node] = frozenset(),
+               through: Through | None = None) -> Trace:
         """Back from ``index`` of ``node`` until a node that computes, a graph input, or a node in ``stop``.
 
-        Lanes that reach the same node by different ways end in one Origin.
+        Lanes that reach the same node by different ways end in one Origin. ``through`` may let a computing node pass:
+        it names the operand elements to go on with.
         """
         trace = Trace([])
         ends: dict[fx.Node | float, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
@@ -55,6 +60,8 @@ class Follower:
             if isinstance(here, fx.Node) and here not in stop:
                 self.visits += 1
                 pieces = sources(here, at, self.sizes)
+                if pieces is None and through is not None:
+                    pieces = through(here, at)
             if pieces is None:
                 ends.setdefault(here, []).append((lanes, at))
                 continue

@@ -95,6 +95,25 @@ class Builder:
         if axis.size_from is None:
             return axis.size
         node, dim = axis.size_from
+        return self.symbol(node.meta["val"].shape[dim], node, dim)
+
+    def symbol(self, size: torch.SymInt, node: fx.Node, dim: int) -> fx.Node:
+        """A node with the value of a symbolic size: a graph input or an earlier node that has it, else read from a
+        graph input of that size, and only as the last resort from ``node`` (which that would keep alive)."""
+        expr = size.node.expr
+        tensors = []
+        for other in self.graph.nodes:
+            if other is self.before:
+                break
+            value = other.meta.get("val")
+            if isinstance(value, torch.SymInt) and value.node.expr == expr:
+                return other
+            if other.op == "placeholder" and isinstance(value, torch.Tensor):
+                tensors.append((other, value))
+        for other, value in tensors:
+            for at, length in enumerate(value.shape):
+                if isinstance(length, torch.SymInt) and length.node.expr == expr:
+                    return self.call(aten.sym_size.int, other, at)
         return self.call(aten.sym_size.int, node, dim)
 
     def sizes_of(self, axes: Sequence[Axis]) -> list[int | fx.Node]:
@@ -221,7 +240,7 @@ class Builder:
             symbolic += not isinstance(size, int)
             shape.append(size if isinstance(size, int) else -1)
         if symbolic > 1:
-            shape = [size if isinstance(size, int) else self.call(aten.sym_size.int, like, dim)
+            shape = [size if isinstance(size, int) else self.symbol(size, like, dim)
                      for dim, size in enumerate(like.meta["val"].shape)]
         return self.view(node, shape)
 

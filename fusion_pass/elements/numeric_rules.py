@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from .moves import CASTS, broadcast_index, ravel, unravel
-from .numeric import EIGHT_BIT, MAX_ELEMENTS, Numeric, Unevaluated, cast_like, widen, to_dtype
+from .numeric import EIGHT_BIT, MAX_ELEMENTS, Numeric, Unevaluated, cast_like, to_dtype, widen
 from .sizes import Sizes
 
 aten = torch.ops.aten
@@ -305,7 +305,8 @@ RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = 
     aten._softmax.default: _softmax, aten.softmax.int: _softmax, aten._safe_softmax.default: _softmax,
     aten._log_softmax.default: _softmax, aten.log_softmax.int: _softmax, aten.cumsum.default: _cumsum,
     aten.index_put.default: _index_put, aten._conj.default: _conj, aten._conj_physical.default: _conj,
-    aten.conj.default: _conj, aten.polar.default: _polar, aten.resolve_conj.default: _conj_free, aten.resolve_neg.default: _conj_free,
+    aten.conj.default: _conj, aten.polar.default: _polar,
+    aten.resolve_conj.default: _conj_free, aten.resolve_neg.default: _conj_free,
     aten.scaled_dot_product_attention.default: lambda e, n, i: _sdpa(e, n, 0, i),
 }
 TUPLE_RULES: dict[object, Callable[[Numeric, fx.Node, int, torch.Tensor], torch.Tensor]] = {

@@ -14,7 +14,7 @@ import torch
 import torch.fx as fx
 
 from .contractions import contraction
-from .moves import broadcast_index, sources, unravel
+from .moves import CASTS, broadcast_index, sources, unravel
 from .sizes import Sizes
 
 aten = torch.ops.aten
@@ -146,6 +146,9 @@ class Symbolic:
                 for lane, value in zip(lanes, self.values(piece.source, at)):
                     result[lane] = value
             return result
+        if node.target in CASTS and not self.sizes.dtype(node.args[0]).is_floating_point and (
+                self.sizes.dtype(node).is_floating_point) and self.sizes.dtype(node).itemsize > 1:
+            return self.values(node.args[0], index)         # an integer position, widened
         rule = _POINTWISE.get(node.target)
         value = rule(self, node, index) if rule is not None else None
         if value is None:

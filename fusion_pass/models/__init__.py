@@ -3,5 +3,12 @@
 from __future__ import annotations
 
 from .fp8_linear import FP8GroupedLinear, quantize_activation, quantize_weight, replace_grouped_linear
+from .random_deepseek_v4 import random_deepseek_v4
 
-__all__ = ["FP8GroupedLinear", "quantize_activation", "quantize_weight", "replace_grouped_linear"]
+__all__ = [
+    "FP8GroupedLinear",
+    "quantize_activation",
+    "quantize_weight",
+    "random_deepseek_v4",
+    "replace_grouped_linear",
+]

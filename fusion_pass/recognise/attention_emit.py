@@ -37,19 +37,24 @@ class MergeOperands:
     stat_scale: float
 
 
+def batch_axes(match: AttentionMatch) -> tuple[int, ...]:
+    """The token axes (by number) that make up B: up to the last one that the keys depend on."""
+    tokens = match.axes.tokens
+    last = -1
+    for piece in match.kv:
+        for number, axis in enumerate(piece.rows.axes[:len(tokens)]):
+            if axis.stride and axis.size > 1:
+                last = max(last, number)
+    return tuple(range(last + 1))
+
+
 class _Writer:
     """Operands as views, with the token axes split into B (the axes that the keys depend on) and S (the others)."""
 
     def __init__(self, match: AttentionMatch, builder: Builder):
         self.match, self.builder = match, builder
-        tokens = match.axes.tokens
-        last = -1
-        for piece in match.kv:
-            for number, axis in enumerate(piece.rows.axes[:len(tokens)]):
-                if axis.stride and axis.size > 1:
-                    last = max(last, number)
-        self.batch = tuple(range(last + 1))
-        self.rest = tuple(range(last + 1, len(tokens)))
+        self.batch = batch_axes(match)
+        self.rest = tuple(range(len(self.batch), len(match.axes.tokens)))
 
     def take(self, operand: Operand) -> fx.Node | None:
         """One dimension per axis; axes of stride 0 have size 1."""
