@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel tests run on the GPU when there is one, else the same kernels run in Triton's CPU interpreter."""
+"""Kernel tests run on the GPU when there is one, else the same kernels run in Triton's CPU interpreter.
+
+Tests of the ops themselves (reference on the CPU, kernels on a GPU) are parametrised by ``cases.DEVICES`` instead;
+their GPU half is selected with ``-m gpu``. Compile checks need real Triton and run in a subprocess.
+"""
 
 import os
 
@@ -9,6 +13,8 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it must be set before the first kernel module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import fusion_pass.kernels.ops  # noqa: E402, F401  (registers the ops)
 
 
 @pytest.fixture

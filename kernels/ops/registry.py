@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns an :class:`OpSpec` into a registered PyTorch op: schema, fake, default implementation and out-variant.
+
+One Python implementation serves every device (dispatch key CompositeExplicitAutograd): it validates, asks
+:mod:`.dispatch` for a kernel, and falls back to the pure-torch reference. Definitions are kept alive by
+``torch.library`` itself, and a name that is already defined is left alone, so importing this package again (under its
+second name from a source checkout, or after a reload) is harmless.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .checks import check_out
+
+NAMESPACE = "fusion_pass"
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Everything that defines one op.
+
+    ``arguments`` is the schema's argument list; ``outputs`` names its results (one or two tensors). ``check``,
+    ``empty`` and ``reference`` take exactly these arguments: ``check`` raises ValueError or TypeError and must accept
+    symbolic sizes, ``empty`` returns the tuple of uninitialised outputs, ``reference`` returns the result.
+    """
+
+    name: str
+    arguments: str
+    outputs: tuple[str, ...]
+    check: Callable[..., None]
+    empty: Callable[..., tuple[Tensor, ...]]
+    reference: Callable[..., Any]
+
+    @cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.reference)
+
+    @cached_property
+    def defaults(self) -> tuple[Any, ...]:
+        """Defaults of the trailing arguments, aligned to the end of the argument list."""
+        given = (p.default for p in self.signature.parameters.values())
+        return tuple(value for value in given if value is not inspect.Parameter.empty)
+
+    @cached_property
+    def arity(self) -> int:
+        return len(self.signature.parameters)
+
+    def complete(self, args: tuple, kwargs: dict) -> tuple:
+        """Positional arguments with every default filled in (the dispatcher drops trailing defaults)."""
+        if kwargs:
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return bound.args
+        missing = self.arity - len(args)
+        return args if missing == 0 else (*args, *self.defaults[len(self.defaults) - missing :])
+
+
+SPECS: dict[str, OpSpec] = {}
+
+
+def _unpack(outs: tuple[Tensor, ...]):
+    return outs[0] if len(outs) == 1 else outs
+
+
+def _run(spec: OpSpec, args: tuple):
+    spec.check(*args)
+    launcher = dispatch.select(spec.name, args)
+    if launcher is None:
+        return spec.reference(*args)
+    outs = spec.empty(*args)
+    if outs[0].numel():
+        dispatch.launch(launcher, outs, args)
+    return _unpack(outs)
+
+
+def _run_out(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...]) -> None:
+    spec.check(*args)
+    expected = spec.empty(*(_meta(a) for a in args))
+    for name, out, like in zip(spec.outputs, outs, expected):
+        check_out(spec.name, name, out, like)
+    launcher = dispatch.select(spec.name, args)
+    if launcher is not None and all(out.is_contiguous() for out in outs):
+        if outs[0].numel():
+            dispatch.launch(launcher, outs, args)
+        return
+    result = _run(spec, args)
+    for out, value in zip(outs, result if len(outs) > 1 else (result,)):
+        out.copy_(value)
+
+
+def _meta(value):
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
+def _refuse_backward(name: str) -> Callable:
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            f"fusion_pass::{name} has no backward: it is an inference op. Run under torch.no_grad(), or keep this "
+            f"graph unfused (the pass does so for graphs that need gradients)."
+        )
+
+    return backward
+
+
+def register(spec: OpSpec) -> OpSpec:
+    """Register ``spec`` as ``fusion_pass::<name>`` and ``fusion_pass::<name>.out``; returns it."""
+    SPECS[spec.name] = spec
+    qualname = f"{NAMESPACE}::{spec.name}"
+    if hasattr(getattr(torch.ops, NAMESPACE), spec.name):
+        return spec
+    tags = (torch.Tag.pt2_compliant_tag,)
+    result = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join(["Tensor"] * len(spec.outputs)) + ")"
+    torch.library.define(qualname, f"({spec.arguments}) -> {result}", tags=tags)
+
+    def default(*args, **kwargs):
+        return _run(spec, spec.complete(args, kwargs))
+
+    def fake(*args, **kwargs):
+        args = spec.complete(args, kwargs)
+        spec.check(*args)
+        return _unpack(spec.empty(*args))
+
+    torch.library.impl(qualname, "default", default)
+    torch.library.register_fake(qualname, fake)
+    torch.library.register_autograd(qualname, _refuse_backward(spec.name))
+
+    outs = ", ".join(f"Tensor({'abc'[i]}!) {name}" for i, name in enumerate(spec.outputs))
+    out_tag = getattr(torch.Tag, "out", None)  # newer than the oldest supported torch
+    results = ", ".join(f"Tensor({'abc'[i]}!)" for i in range(len(spec.outputs)))
+    results = results if len(spec.outputs) == 1 else f"({results})"
+    torch.library.define(
+        f"{qualname}.out",
+        f"({spec.arguments}, *, {outs}) -> {results}",
+        tags=tags if out_tag is None else (*tags, out_tag),
+    )
+
+    def into(*args, **kwargs):
+        given = tuple(kwargs.pop(name) for name in spec.outputs)
+        _run_out(spec, spec.complete(args, kwargs), given)
+        return _unpack(given)
+
+    def fake_into(*args, **kwargs):
+        given = tuple(kwargs.pop(name) for name in spec.outputs)
+        args = spec.complete(args, kwargs)
+        spec.check(*args)
+        for name, out, like in zip(spec.outputs, given, spec.empty(*args)):
+            check_out(spec.name, name, out, like)
+        return _unpack(given)
+
+    torch.library.impl(f"{qualname}.out", "default", into)
+    torch.library.register_fake(f"{qualname}.out", fake_into)
+    return spec
