@@ -121,16 +121,13 @@ def _nearest(values, wanted: int) -> int:
     return min(values, key=lambda value: abs(math.log(value / max(wanted, 1))))
 
 
-def _measured(
-    table: Mapping, num_partials: int, rows: int, element_size: int
-) -> tuple[int, int, dict[int, tuple[float, int, int, int, int]]] | None:
+def _measured(by_rows: Mapping, num_partials: int, rows: int) -> tuple[int, int, dict[int, tuple]] | None:
     """(rows, partials, {kv_split: (us, width, warps, unroll, unroll_limit)}) of the nearest measured point."""
-    by_rows = table.get(element_size)
     if not by_rows:
         return None
     near_rows = _nearest(by_rows, rows)
     near_partials = _nearest(by_rows[near_rows], num_partials)
-    choices = {k: v for k, v in by_rows[near_rows][near_partials].items() if k == 1 or k <= num_partials}
+    choices = {k: v for k, v in by_rows[near_rows][near_partials].items() if k <= num_partials}
     return near_rows, near_partials, choices
 
 
@@ -142,13 +139,15 @@ def choose_kv_split(
     sm_count: int,
     bound: int | None = None,
     element_size: int = 4,
+    epilogue: bool = False,
     capability: tuple[int, int] | None = None,
 ) -> KvSplitDecision:
     """Groups and layout for merging ``num_partials`` partials of ``rows`` (tokens x heads) rows of ``head_dim``
     channels.
 
     bound: 1, 2, 4, 8 or 16 = upper bound, halved as the module says; None = the measured table. element_size: bytes per
-    element of the partials (4 or 2). capability: compute capability; None = known by the SM count.
+    element of the partials (4 or 2). epilogue: inverse RoPE and quantisation follow in the same kernel. capability:
+    compute capability; None = known by the SM count.
 
     Raises ValueError for a bound outside the set and for impossible sizes.
     """
@@ -156,7 +155,7 @@ def choose_kv_split(
     table = measured_table(sm_count, capability)
     found = None
     if table is not None and head_dim == table.HEAD_DIM:
-        found = _measured(table.MEASURED, num_partials, rows, element_size)
+        found = _measured(table.measured(element_size, epilogue), num_partials, rows)
     if bound is not None:
         kv_split, reason = _bounded(num_partials, rows, head_dim, sm_count, bound)
         if found and kv_split in found[2]:

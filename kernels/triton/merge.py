@@ -236,27 +236,26 @@ def unrolled_steps(num_partials: int, kv_split: int, limit: int) -> int:
     return bucket if bucket <= limit else 0
 
 
-def decide(
-    partials: torch.Tensor, kv_split: int | None, *, capability: tuple[int, int] | None = None
-) -> KvSplitDecision:
-    """The policy's decision for ``partials`` [P, T, H, D]: from shapes and the device only, so it holds under
-    capture."""
+def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = False) -> KvSplitDecision:
+    """The policy's decision for ``partials`` [P, T, H, D]: from shapes and the device only, so it holds under capture.
+
+    kv_split: upper bound or None; epilogue: whether inverse RoPE (and quantisation) follow in the same kernel.
+    """
     num_partials, tokens, heads, dim = partials.shape
-    if partials.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(partials.device)
-        sm_count, capability = properties.multi_processor_count, (properties.major, properties.minor)
-    else:
-        sm_count = 0  # interpreter: nothing was measured there
-    if sm_count == 0 and kv_split is not None:
-        return default_layout(kv_split, head_dim=dim, element_size=partials.element_size(), reason="interpreter")
+    if partials.device.type != "cuda":  # interpreter: there is no grid to fill
+        return default_layout(
+            kv_split or 1, head_dim=dim, element_size=partials.element_size(), reason="interpreted: bound as given"
+        )
+    properties = torch.cuda.get_device_properties(partials.device)
     return choose_kv_split(
         num_partials=num_partials,
         rows=tokens * heads,
         head_dim=dim,
-        sm_count=sm_count,
+        sm_count=properties.multi_processor_count,
         bound=kv_split,
         element_size=partials.element_size(),
-        capability=capability,
+        epilogue=epilogue,
+        capability=(properties.major, properties.minor),
     )
 
 
@@ -337,8 +336,6 @@ def refuses(partials: torch.Tensor, *tensors: torch.Tensor | None, out_dtype: to
             return f"{tensor.dtype} (the kernel computes in fp32)"
     if out_dtype is not None and out_dtype not in floats:
         return f"out_dtype {out_dtype}"
-    if partials.shape[-1] % 16:
-        return f"head_dim {partials.shape[-1]} is not a multiple of 16"
     return None
 
 
@@ -382,7 +379,7 @@ def merge_partials_rope(
     """Merge and inverse RoPE: [G, T, K], rounded once."""
     _, tokens, heads, dim = partials.shape
     out = partials.new_empty((groups, tokens, heads // groups * dim), dtype=out_dtype or partials.dtype)
-    decision = decision or decide(partials, kv_split)
+    decision = decision or decide(partials, kv_split, epilogue=True)
     epilogue = Epilogue(cos, sin, groups)
     merge_into(out, None, None, partials, lse_or_max, sum, sink, stat_scale, decision, epilogue)
     return out
@@ -409,7 +406,8 @@ def merge_partials_rope_quant(
     _, tokens, heads, dim = partials.shape
     quant = quant_mode(scale_rule, pack_scales)
     codes, scales = empty_quantized(tokens, heads, dim, groups, block, quant, partials.device)
-    decision = decision or for_blocks(decide(partials, kv_split), block, dim, partials.element_size())
+    if decision is None:
+        decision = for_blocks(decide(partials, kv_split, epilogue=True), block, dim, partials.element_size())
     epilogue = Epilogue(cos, sin, groups, quant, block, floor)
     merge_into(
         codes.view(torch.uint8), scales, None, partials, lse_or_max, sum, sink, stat_scale, decision, epilogue
