@@ -76,7 +76,7 @@ def _merge_step(
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["num_partials", "num_tokens"])
+@triton.jit(do_not_specialize=["num_partials", "num_tokens", "num_heads"])
 def _merge_kernel(
     partials_ptr,
     max_ptr,
@@ -89,6 +89,7 @@ def _merge_kernel(
     sin_ptr,
     num_partials,
     num_tokens,
+    num_heads,
     cos_stride_t,
     cos_stride,
     sin_stride_t,
@@ -103,7 +104,6 @@ def _merge_kernel(
     HAS_SUM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     STATS: tl.constexpr,
-    H: tl.constexpr,
     D: tl.constexpr,
     HPG: tl.constexpr,
     HALF: tl.constexpr,
@@ -114,9 +114,9 @@ def _merge_kernel(
 ):
     row = tl.program_id(0)
     d0 = tl.program_id(1) * WIDTH
-    num_rows = num_tokens * H
-    token = row // H
-    head = row % H
+    num_rows = num_tokens * num_heads
+    token = row // num_heads
+    head = row % num_heads
     group = tl.arange(0, KV_SPLIT)
     channel = d0 + tl.arange(0, WIDTH)
     pdl_release(PDL)
@@ -304,6 +304,7 @@ def merge_into(
         sin,
         num_partials,
         tokens,
+        heads,
         *strides,
         stat_scale * math.log2(math.e),
         1.0 / stat_scale,
@@ -315,7 +316,6 @@ def merge_into(
         HAS_SUM=sum is not None,
         HAS_SINK=sink is not None,
         STATS=stats is not None,
-        H=heads,
         D=dim,
         HPG=heads // groups,
         HALF=half,
