@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch parameters as data: one table per kernel, by architecture. The tables import neither Triton nor a GPU."""
+"""Launch tables: measured data, one module per kernel and architecture, written by the benchmarks."""
