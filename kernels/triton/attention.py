@@ -21,7 +21,7 @@ import triton.language as tl
 from .epilogue import finish_rows
 from .interpreter import dot_operand, load_fp32, round_to
 
-# Below every finite logit: additive masks are clamped to half of it. Base-2 logits.
+# Start of the running maximum (base-2 logits): below every logit, because additive masks are clamped to LOWEST_BIAS.
 LOWEST = tl.constexpr(-2.0e38)
 LOWEST_BIAS = tl.constexpr(-1.0e38)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -90,9 +90,9 @@ def _attend(
         keys = dot_operand(kv)
         logits = tl.dot(q, tl.trans(keys), input_precision=PRECISION) * scale_log2
         if BIAS:
-            bias = load_fp32(tl.load(bias_ptr + row.to(tl.int64) * bias_stride, mask=visible, other=0.0)) * LOG2E
+            bias = load_fp32(tl.load(bias_ptr + row.to(tl.int64) * bias_stride, mask=visible, other=0.0))
             visible = visible & (bias > -float("inf"))
-            logits += tl.maximum(bias, LOWEST_BIAS)[None, :]
+            logits += (tl.maximum(bias, LOWEST_BIAS) * LOG2E)[None, :]
         logits = tl.where(visible[None, :], logits, -float("inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         weights = tl.exp2(logits - new_top[:, None])
