@@ -12,6 +12,7 @@ the cache. Variants of a row are replayed in turn.
 from __future__ import annotations
 
 import argparse
+import gc
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -89,6 +90,7 @@ def summarise(timings: dict[str, harness.Timing]) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows: one per (partials dtype, epilogue, batch, partials, variant), with the row's ratios on the policy's
     line."""
+    gc.freeze()  # torch.cuda.graph collects garbage at every capture, and there are hundreds
     batches = args.tokens or BATCHES
     counts = scenarios()
     pool = torch.randn(max(counts) * max(batches) * HEADS * HEAD_DIM, device="cuda")

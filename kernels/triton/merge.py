@@ -19,6 +19,7 @@ move. An empty partial (maximum -inf, or sum 0) is read but never used: its rows
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -236,6 +237,10 @@ def unrolled_steps(num_partials: int, kv_split: int, limit: int) -> int:
     return bucket if bucket <= limit else 0
 
 
+# A dict lookup per call instead of the walk through the table.
+_choose = functools.lru_cache(maxsize=4096)(choose_kv_split)
+
+
 def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = False) -> KvSplitDecision:
     """The policy's decision for ``partials`` [P, T, H, D]: from shapes and the device only, so it holds under capture.
 
@@ -247,7 +252,7 @@ def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = Fal
             kv_split or 1, head_dim=dim, element_size=partials.element_size(), reason="interpreted: bound as given"
         )
     properties = torch.cuda.get_device_properties(partials.device)
-    return choose_kv_split(
+    return _choose(
         num_partials=num_partials,
         rows=tokens * heads,
         head_dim=dim,
