@@ -21,14 +21,13 @@ import tempfile
 import torch
 import triton
 from cases import Maker
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
 from fusion_pass.kernels.ops import SPECS
 from fusion_pass.kernels.triton import launchers, reduce_launchers
 from fusion_pass.kernels.triton.attention_launch import Keys, attend, rope_quant
 from fusion_pass.kernels.tuning.attention import TILES, architecture
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 BIN = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 # Compute capability -> shared memory one program may use, bytes.
@@ -144,7 +143,8 @@ def attention_launches(heads: int, tokens: int = 300, dtype=torch.bfloat16):
     pools = (None, m.normal(4096, 512), m.integers(0, 4096, (tokens, 1024)), None)
     lengths = m.integers(1, 128, (tokens,))
     rope = m.rope(tokens)
-    launch("attention_gathered_rope_quant", q, kv, indices, sink, *rope, 0.04, groups, 128, "fp32", 1e-12, False, *pools)
+    more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), pools))
+    launch("attention_gathered_rope_quant", q, kv, indices, sink, *rope, 0.04, groups, **more)
     launch("attention_gathered_rope_quant", q, kv, indices, sink, *rope, 0.04, groups, **PACKED, lengths=lengths)
     launch("attention_gathered_rope", q, kv, indices, sink, *rope, 0.04, groups)
     launch("attention_partials", q, kv, indices, 0.04, 8, *pools)
@@ -176,7 +176,7 @@ def main_tile() -> None:
     m = Maker(dtype=torch.bfloat16)
     q, kv, indices, sink = m.gathered(300, 128, 512, 4096, 1152)
     rope = rope_quant(*m.rope(1, 300), 16, 128, "ue8m0", 1e-10, False)
-    outs = SPECS["attention_gathered_rope_quant"].empty(q, kv, indices, sink, None, None, 1.0, 16, 128, "ue8m0", 1, False)
+    outs = torch.empty(16, 300, 4096, dtype=torch.float8_e4m3fn), torch.empty(16, 32, 300)
     tile = TILES[architecture((9, 0))][(2, 64)]
     attend(outs, q[None], Keys(kv[None], indices), None, sink, 0.04, rope, tile, 1)
 
