@@ -20,11 +20,11 @@ import tempfile
 
 import torch
 import triton
-from cases import Maker
 from fusion_pass.kernels.ops import SPECS
 from fusion_pass.kernels.triton import launchers, reduce_launchers
 from fusion_pass.kernels.triton.attention_launch import Keys, attend, rope_quant
 from fusion_pass.kernels.tuning.attention import TILES, architecture
+from op_cases import Maker
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel tests run on the GPU when there is one, else the same kernels run in Triton's CPU interpreter.
 
-Tests of the ops themselves (reference on the CPU, kernels on a GPU) are parametrised by ``cases.DEVICES`` instead;
+Tests of the ops themselves (reference on the CPU, kernels on a GPU) are parametrised by ``op_cases.DEVICES`` instead;
 their GPU half is selected with ``-m gpu``. Compile checks need real Triton and run in a subprocess.
 """
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import Maker, relative_error
+from op_cases import Maker, relative_error
 
 pytest.importorskip("triton")
 

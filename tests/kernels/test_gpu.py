@@ -4,7 +4,7 @@ decode, 64-bit offsets, NaN guard rows, CUDA graphs, determinism, compilations."
 
 import pytest
 import torch
-from cases import Maker, gathered_formula, relative_error, rope_formula
+from op_cases import Maker, gathered_formula, relative_error, rope_formula
 
 pytest.importorskip("triton")
 
