@@ -143,11 +143,11 @@ def bgemm_kernel(
             else:
                 w = w.T
         elif SWAP:
-            w = tl.load(weight_rows[:, None] + (step * BLOCK_K + k)[None, :], mask=(row < R)[:, None], other=0)
-            x = tl.load(token_rows[None, :] + (step * BLOCK_K + k)[:, None], mask=token_mask[None, :], other=0)
+            w = tl.load(weight_rows[:, None] + (step * BLOCK_K + k)[None, :], mask=(row < R)[:, None], other=0.0)
+            x = tl.load(token_rows[None, :] + (step * BLOCK_K + k)[:, None], mask=token_mask[None, :], other=0.0)
         else:
-            w = tl.load(weight_rows[None, :] + (step * BLOCK_K + k)[:, None], mask=(row < R)[None, :], other=0)
-            x = tl.load(token_rows[:, None] + (step * BLOCK_K + k)[None, :], mask=token_mask[:, None], other=0)
+            w = tl.load(weight_rows[None, :] + (step * BLOCK_K + k)[:, None], mask=(row < R)[None, :], other=0.0)
+            x = tl.load(token_rows[:, None] + (step * BLOCK_K + k)[None, :], mask=token_mask[:, None], other=0.0)
         if PREFETCH:
             scale_x = next_x
             scale_w = next_w
