@@ -176,11 +176,16 @@ def choose_kv_split(
     return _from_entry(kv_split, choices[kv_split], reason, rows, table)
 
 
+def measured_layouts(by_rows: Mapping, num_partials: int, rows: int) -> dict[int, KvSplitDecision]:
+    """{KvSplit: its fastest layout} at the measured point nearest to these sizes (for benchmarks)."""
+    near_rows, near_partials, choices = _measured(by_rows, num_partials, rows)
+    where = f"measured at {near_partials} partials x {near_rows} rows"
+    return {k: KvSplitDecision(k, where, *entry[1:]) for k, entry in choices.items()}
+
+
 def _from_entry(kv_split: int, entry: tuple, reason: str, rows: int, table) -> KvSplitDecision:
     _, width, warps, unroll, unroll_limit = entry
-    return KvSplitDecision(
-        kv_split, reason, width, warps, unroll, unroll_limit, pdl=rows <= getattr(table, "PDL_MAX_ROWS", 0)
-    )
+    return KvSplitDecision(kv_split, reason, width, warps, unroll, unroll_limit, pdl=rows <= table.PDL_MAX_ROWS)
 
 
 def cap_bound(bound: int | None, cap: int | None) -> int | None:

@@ -19,6 +19,7 @@ move. An empty partial (maximum -inf, or sum 0) is read but never used: its rows
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ def _merge_step(
     return acc, new_top, total
 
 
-@triton.jit(do_not_specialize=["num_partials", "num_tokens"])
+@triton.jit(do_not_specialize=["num_partials", "num_tokens", "num_heads"])
 def _merge_kernel(
     partials_ptr,
     max_ptr,
@@ -89,6 +90,7 @@ def _merge_kernel(
     sin_ptr,
     num_partials,
     num_tokens,
+    num_heads,
     cos_stride_t,
     cos_stride,
     sin_stride_t,
@@ -103,7 +105,6 @@ def _merge_kernel(
     HAS_SUM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     STATS: tl.constexpr,
-    H: tl.constexpr,
     D: tl.constexpr,
     HPG: tl.constexpr,
     HALF: tl.constexpr,
@@ -114,9 +115,9 @@ def _merge_kernel(
 ):
     row = tl.program_id(0)
     d0 = tl.program_id(1) * WIDTH
-    num_rows = num_tokens * H
-    token = row // H
-    head = row % H
+    num_rows = num_tokens * num_heads
+    token = row // num_heads
+    head = row % num_heads
     group = tl.arange(0, KV_SPLIT)
     channel = d0 + tl.arange(0, WIDTH)
     pdl_release(PDL)
@@ -236,6 +237,10 @@ def unrolled_steps(num_partials: int, kv_split: int, limit: int) -> int:
     return bucket if bucket <= limit else 0
 
 
+# A dict lookup per call instead of the walk through the table.
+_choose = functools.lru_cache(maxsize=4096)(choose_kv_split)
+
+
 def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = False) -> KvSplitDecision:
     """The policy's decision for ``partials`` [P, T, H, D]: from shapes and the device only, so it holds under capture.
 
@@ -247,7 +252,7 @@ def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = Fal
             kv_split or 1, head_dim=dim, element_size=partials.element_size(), reason="interpreted: bound as given"
         )
     properties = torch.cuda.get_device_properties(partials.device)
-    return choose_kv_split(
+    return _choose(
         num_partials=num_partials,
         rows=tokens * heads,
         head_dim=dim,
@@ -304,6 +309,7 @@ def merge_into(
         sin,
         num_partials,
         tokens,
+        heads,
         *strides,
         stat_scale * math.log2(math.e),
         1.0 / stat_scale,
@@ -315,7 +321,6 @@ def merge_into(
         HAS_SUM=sum is not None,
         HAS_SINK=sink is not None,
         STATS=stats is not None,
-        H=heads,
         D=dim,
         HPG=heads // groups,
         HALF=half,
