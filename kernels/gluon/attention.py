@@ -19,13 +19,13 @@ LIST_BYTES = 64 << 20  # of temporary key lists of a dense mask
 _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if LIST_BYTES allows
 
 # Launch parameters per epilogue, measured on H200 (python -m benchmarks attention --variants regenerates the table):
-# matrix products left in flight when the other warpgroup's turn is signalled, L2 prefetch, registers of the two worker
+# matrix products left in flight when the other warpgroup's turn is signalled, registers of the two worker
 # partitions (the default partition gets 504 - both).
 TUNING = {
-    "plain": {"OUTSTANDING": 3, "PREFETCH": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "rope": {"OUTSTANDING": 3, "PREFETCH": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "quant": {"OUTSTANDING": 1, "PREFETCH": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "partial": {"OUTSTANDING": 3, "PREFETCH": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "plain": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "rope": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "quant": {"OUTSTANDING": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "partial": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
 }
 
 
@@ -232,6 +232,8 @@ def _launch(
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
         PACKED=packed,
+        BATCHED=batches > 1,
+        ROPE_SHARED=rope and epilogue.cos.shape[0] != total,
         num_warps=4,
         **(TUNING[epilogue.kind] | (tuning or {})),
     )

@@ -31,6 +31,8 @@ BASE = {
     "BLOCK": 128,
     "POWER_OF_TWO": True,
     "PACKED": False,
+    "BATCHED": False,
+    "ROPE_SHARED": False,
 }
 # name: (epilogue, constants, pointer types, bytes of spill stores allowed)
 VARIANTS = {
