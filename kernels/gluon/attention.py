@@ -54,6 +54,21 @@ class Epilogue:
     packed: bool = False
 
 
+def hopper_reason(device: torch.device) -> str | None:
+    """Why the Hopper kernels cannot run on `device` with the installed Triton, or None."""
+    if device.type != "cuda":
+        return f"device {device.type}"
+    if torch.version.hip is not None:
+        return "ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}; the kernel is written for 9.0"
+    version = _triton_version()
+    if version not in TESTED_TRITON:
+        return f"triton {'.'.join(map(str, version)) or 'missing'}; tested with 3.6"
+    return None
+
+
 def unsupported_reason(
     q: Tensor,
     kv: Tensor,
@@ -67,16 +82,8 @@ def unsupported_reason(
 
     q: [.., H, 512]; kv, extra_kv: [.., N, 512]; half: columns of the rope tables (0 = no rotation).
     """
-    if q.device.type != "cuda":
-        return f"device {q.device.type}"
-    if torch.version.hip is not None:
-        return "ROCm"
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}; the kernel is written for 9.0"
-    version = _triton_version()
-    if version not in TESTED_TRITON:
-        return f"triton {'.'.join(map(str, version)) or 'missing'}; tested with 3.6"
+    if reason := hopper_reason(q.device):
+        return reason
     if q.dtype != torch.bfloat16:
         return f"dtype {q.dtype}; bfloat16 only"
     if q.shape[-1] != HEAD_DIM:
