@@ -12,8 +12,34 @@ from .source_layout import install_finder as _install_finder
 
 _install_finder()
 
-from .config import Config  # noqa: E402  (the finder has to stand before the sub-packages are imported)
-from .report import FusedChain, GatedChain, NearMiss, Report  # noqa: E402
-from .version import __version__  # noqa: E402
+# The finder has to stand before anything imports the sub-packages; and functions whose name is also that of a module
+# (rewrite, explain) have to be bound after the module.
+# ruff: noqa: E402, I001
+from .kernels import ops as _ops  # noqa: F401  (registers torch.ops.fusion_pass.*)
+from . import rewrite as _rewrite_module  # noqa: F401
+from .backend import register as _register
+from .config import Config
+from .explain import explain
+from .hooks import enabled, install, uninstall
+from .programs import rewrite
+from .report import FusedChain, GatedChain, NearMiss, Report
+from .store import clear_reports, reports
+from .version import __version__
 
-__all__ = ["Config", "FusedChain", "GatedChain", "NearMiss", "Report", "__version__"]
+_register()
+
+__all__ = [
+    "Config",
+    "FusedChain",
+    "GatedChain",
+    "NearMiss",
+    "Report",
+    "__version__",
+    "clear_reports",
+    "enabled",
+    "explain",
+    "install",
+    "reports",
+    "rewrite",
+    "uninstall",
+]

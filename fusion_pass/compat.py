@@ -1,17 +1,168 @@
 """Every difference between torch versions (2.11 to 2.15) that the rest of the package would otherwise have to know.
 
-Features are detected, not deduced from version numbers: nightlies and vendors' builds mix them.
+Features are detected, not deduced from version numbers: nightlies and vendors' builds mix them. Slow modules
+(``torch._inductor``, ``torch._dynamo``) are imported inside the functions: ``import fusion_pass`` needs neither.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch import fx
 
 
 def inductor_config() -> Any:
-    """The module ``torch._inductor.config`` (imported late: it is slow, and needless for ``rewrite`` and
-    ``explain``).
-    """
+    """The module ``torch._inductor.config``."""
     import torch._inductor.config as config
 
     return config
+
+
+@functools.cache
+def inductor_option_names() -> frozenset[str]:
+    """Every key that Inductor's configuration knows, in its dotted form (``"triton.cudagraphs"``)."""
+    return frozenset(inductor_config().get_config_copy())
+
+
+def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The configuration patches that ``torch.compile(backend="inductor", mode=..., options=...)`` would apply.
+
+    Torch's own wrapper checks the types of the values and prepares CUPTI for CUDA graphs. Raises RuntimeError, as torch
+    does, for an unknown mode or a value of a wrong type.
+    """
+    import torch
+
+    patches: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, None).config
+    return patches
+
+
+@contextlib.contextmanager
+def aot_cache_disabled() -> Any:
+    """Every compilation in this context traces through AOTAutograd, so that passes run; Inductor's graph cache stays
+    on.
+    """
+    import torch._functorch.config as config
+
+    with config.patch(enable_autograd_cache=False):
+        yield
+
+
+def supports_pass_lists() -> bool:
+    """True when a pass slot of Inductor's configuration takes a list (torch 2.13); before, one callable."""
+    from torch._inductor import custom_graph_pass
+
+    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+def pass_base() -> type:
+    """Base class for a graph pass with a ``uuid``: the one that is told ``is_inference`` where torch has it (2.12)."""
+    from torch._inductor import custom_graph_pass
+
+    base: type = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+    return base
+
+
+def told_is_inference(graph_pass: object) -> bool:
+    """True when Inductor's post-grad stage calls this pass with ``is_inference``."""
+    from torch._inductor import custom_graph_pass
+
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    return aware is not None and isinstance(graph_pass, aware)
+
+
+def post_grad_is_inference() -> bool | None:
+    """Whether the post-grad stage that is running now compiles an inference graph; None outside of it.
+
+    Needed before torch 2.12 only, where passes are not told: the caller's own argument is the one place that knows.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "post_grad_passes" and "is_inference" in frame.f_locals:
+            return bool(frame.f_locals["is_inference"])
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def as_pass_list(slot: Any) -> list[Callable[..., Any]]:
+    """The passes in a slot of Inductor's configuration, whatever form this torch keeps them in."""
+    if slot is None:
+        return []
+    return list(slot) if isinstance(slot, (list, tuple)) else [slot]
+
+
+def is_joint_or_backward(graph: fx.Graph) -> bool:
+    """True for AOTAutograd's joint graph and for a backward graph: gradients ("tangents") are among the inputs."""
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            return False
+        if str(node.target).startswith("tangents_"):
+            return True
+    return False
+
+
+def owning_module(graph: fx.Graph) -> fx.GraphModule:
+    """The module that a pass's graph belongs to; constants of the graph live there."""
+    owner = graph.owning_module
+    return owner if isinstance(owner, fx.GraphModule) else fx.GraphModule({}, graph)
+
+
+def option_error(message: str) -> ValueError:
+    """A ValueError that Dynamo hands to the user as it is, instead of wrapping it as a failure of the backend."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    class OptionError(ShortenTraceback, ValueError):
+        """An option of ``torch.compile(backend="fusion_pass")`` that cannot be meant."""
+
+    return OptionError(message, first_useful_frame=None)
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Put a payload into the structured trace (``TORCH_TRACE``, shown by tlparse). Does nothing when none is
+    written.
+    """
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
+
+
+def counters() -> Any:
+    """``torch._dynamo.utils.counters``: category -> Counter."""
+    from torch._dynamo.utils import counters as all_counters
+
+    return all_counters
+
+
+def cache_dir() -> str:
+    """The folder of Inductor's on-disk caches."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+
+    return str(inductor_cache_dir())
+
+
+def registered_backends() -> Iterable[str]:
+    """Names that ``torch.compile(backend=...)`` resolves by now or through entry points."""
+    from importlib.metadata import entry_points
+
+    names = {entry.name for entry in entry_points(group="torch_dynamo_backends")}
+    registry = sys.modules.get("torch._dynamo.backends.registry")
+    if registry is not None:
+        names |= set(registry._COMPILER_FNS)
+    return names
+
+
+def compile_apart(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``torch.compile`` whose graphs do not count against the recompile limit of other users of the code (torch
+    2.13).
+    """
+    import inspect
+
+    import torch
+
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    compiled: Callable[..., Any] = torch.compile(function, **options)
+    return compiled

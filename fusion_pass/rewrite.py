@@ -2,12 +2,113 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .config import Config
-from .report import Report
+from .elements.sizes import Sizes
+from .gate import compile_time_gate
+from .legality import mutates
+from .recognise.chain import Chain, ChainFinder
+from .recognise.context import Context
+from .recognise.refusal import Refused, source_line
+from .replace import Replaced, replace_chain
+from .report import FusedChain, GatedChain, NearMiss, Report
+
+log = logging.getLogger(__name__)
 
 
 def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
-    """Rewrite ``gm`` in place and report. ``config`` is resolved (see :meth:`Config.resolve`)."""
-    return Report(nodes=len(gm.graph.nodes))
+    """Rewrite ``gm`` in place and report. ``config`` is resolved (see :meth:`Config.resolve`).
+
+    The graph is in functional ATen form (AOT, post-grad, export or make_fx). Nothing is changed when nothing is found.
+    """
+    started = time.perf_counter()
+    report = Report(nodes=len(gm.graph.nodes))
+    # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
+    with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
+        context = Context.of(gm)
+        sizes = context.sizes[0]
+        findings = ChainFinder(context, sizes).find()
+        report.visits = findings.visits + sum(context.counters.values())
+        changed = False
+        if findings.chains:
+            mutation = mutates(gm.graph)
+            for chain in findings.chains:
+                if mutation is not None:
+                    outcome: Replaced | Refused = Refused(
+                        "bgemm", f"{mutation.name} changes an intermediate value in place: functionalise the graph "
+                        "first (torch.func.functionalize, or make_fx under it)", mutation)
+                    report.near_misses.append(_near_miss(outcome))
+                    continue
+                changed |= _handle(chain, gm, sizes, config, report)
+        for refused in findings.refused:
+            if not refused.silent:
+                report.near_misses.append(_near_miss(refused))
+        if changed:
+            gm.graph.eliminate_dead_code()
+            gm.graph.lint()
+            gm.recompile()
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, report: Report) -> bool:
+    """Gate and replace one chain; True when the graph changed."""
+    where = source_line(chain.anchors[0].node)
+    if chain.attention_refused is not None and not chain.attention_refused.silent:
+        report.near_misses.append(_near_miss(chain.attention_refused))
+    decision = compile_time_gate(chain, config)
+    if not decision.fuse:
+        report.gated.append(GatedChain(roles=chain.roles, gate=decision.reason, where=where))
+        return False
+    before = set(gm.graph.nodes)
+    outcome = replace_chain(chain, gm.graph, sizes)
+    if isinstance(outcome, Refused):
+        _erase_new(gm.graph, before)
+        report.near_misses.append(_near_miss(outcome))
+        return False
+    stack = chain.anchors[0].node.meta.get("stack_trace")
+    for node in gm.graph.nodes:
+        if node not in before:
+            node.meta.setdefault("stack_trace", stack)
+            node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op})
+    quantisation = chain.quantisation
+    report.fused.append(FusedChain(
+        roles=chain.roles, quant=None if quantisation is None else quantisation.rule,
+        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=decision.reason))
+    log.debug("fused %s at %s into %s", chain.roles, where, outcome.op)
+    return True
+
+
+def _erase_new(graph: fx.Graph, before: set[fx.Node]) -> None:
+    """Take back the nodes of a replacement that was given up (nobody reads them)."""
+    for node in reversed(list(graph.nodes)):
+        if node not in before and not node.users:
+            graph.erase_node(node)
+
+
+def _near_miss(refused: Refused) -> NearMiss:
+    return NearMiss(role=refused.role, reason=refused.reason, where=source_line(refused.node))
+
+
+@contextlib.contextmanager
+def _no_guards(gm: fx.GraphModule) -> Iterator[None]:
+    """Metadata of new nodes is computed on fake tensors; no guard may come from that."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            mode = torch._guards.detect_fake_mode([value])
+            shape_env = getattr(mode, "shape_env", None)
+            if shape_env is not None:
+                with shape_env.suppress_guards():
+                    yield
+                return
+            break
+    yield

@@ -1,0 +1,1 @@
+"""The command line: ``python -m fusion_pass`` (installed: ``fusion-pass``)."""

@@ -1,0 +1,127 @@
+"""``doctor``: what is installed, what this machine has, and whether the pass and its ops work here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import compat
+from ..config import Config
+from ..version import __version__
+from .console import step
+
+_PACKAGES = ("torch", "triton", "transformers", "sympy", "rich", "numpy")
+
+
+def run(arguments: Namespace) -> int:
+    """Exit code 0: every self-test passed; 1: one failed."""
+    facts = {
+        "fusion_pass": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "devices": _devices(),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("FUSION_PASS")},
+        "config": Config().resolve().to_dict(),
+        "backend": "registered" if "fusion_pass" in compat.registered_backends() else "not registered",
+        "ops": registered_ops(),
+    }
+    with step("self-tests"):
+        tests = {name: _outcome(test) for name, test in SELF_TESTS.items()}
+    failed = [name for name, outcome in tests.items() if outcome != "ok"]
+    if arguments.json:
+        print(json.dumps({**facts, "self_tests": tests, "success": not failed}, indent=2))
+    else:
+        for name, value in facts.items():
+            _print(name, value)
+        _print("self_tests", tests)
+        print(f"{len(failed)} self-tests failed: {', '.join(failed)}" if failed else "all self-tests passed")
+    return 1 if failed else 0
+
+
+def registered_ops() -> list[str]:
+    """Schemas of the ops that this package registers."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fusion_pass::")]
+    return sorted(str(_overload(name)._schema) for name in names)
+
+
+def _overload(qualified: str) -> Any:
+    name, _, overload = qualified.removeprefix("fusion_pass::").partition(".")
+    return getattr(getattr(torch.ops.fusion_pass, name), overload or "default")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[str]:
+    if not torch.cuda.is_available():
+        return ["no CUDA device: the ops run their reference implementation"]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            f"cuda:{index} {properties.name}, sm_{properties.major}{properties.minor}, "
+            f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
+        )
+    return found
+
+
+def _outcome(test: Callable[[], None]) -> str:
+    try:
+        test()
+    except Exception as error:
+        return "".join(traceback.format_exception_only(error)).strip()
+    return "ok"
+
+
+def _print(name: str, value: Any) -> None:
+    if isinstance(value, dict):
+        print(f"{name}:" + ("" if value else " none"))
+        for key, entry in value.items():
+            print(f"  {key}: {entry}")
+    elif isinstance(value, list):
+        print(f"{name}:" + ("" if value else " none"))
+        for entry in value:
+            print(f"  {entry}")
+    else:
+        print(f"{name}: {value}")
+
+
+def _backend_compiles() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + 1
+
+    x = torch.arange(-2.0, 2.0)
+    compiled = torch.compile(function, backend="fusion_pass", options={"inner": "aot_eager"})
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), function(x))
+
+
+def _fp8_linear() -> None:
+    from ..models import FP8GroupedLinear
+
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(128, 256, generator=generator) / 16
+    x = torch.randn(4, 2, 256, generator=generator)
+    expected = torch.einsum("tgk,grk->tgr", x, weight.unflatten(0, (2, 64)))
+    error = (FP8GroupedLinear.from_linear(weight, 2)(x) - expected).norm() / expected.norm()
+    if not error < 0.06:
+        raise AssertionError(f"relative error {error:.3f} of the FP8 linear")
+
+
+SELF_TESTS: dict[str, Callable[[], None]] = {
+    "backend compiles a function": _backend_compiles,
+    "FP8 grouped linear": _fp8_linear,
+}

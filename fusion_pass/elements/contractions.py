@@ -1,0 +1,174 @@
+"""Contractions: one description for bmm, mm, linear, einsum, scaled_mm and multiply-then-sum.
+
+A contraction computes ``out[i] = scale * sum_k lhs[l(i, k)] * rhs[r(i, k)] (+ addend[a(i)])``. What differs between
+the operators is only the index maps ``l`` and ``r``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from .moves import broadcast_index, is_float_cast, ravel, unravel
+from .sizes import Sizes
+
+aten = torch.ops.aten
+
+IndexMap = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """``lhs_at(index, k)`` and ``rhs_at(index, k)`` broadcast ``index`` [M, 1] against ``k`` [1, K]."""
+
+    node: fx.Node
+    lhs: fx.Node
+    rhs: fx.Node
+    extent: int
+    lhs_at: IndexMap
+    rhs_at: IndexMap
+    scale: float = 1.0
+    addend: fx.Node | None = None
+    addend_scale: float = 1.0
+    scale_nodes: tuple[fx.Node, ...] = ()
+
+    def swapped(self) -> Contraction:
+        """The same contraction with the operands' names exchanged."""
+        return Contraction(self.node, self.rhs, self.lhs, self.extent, self.rhs_at, self.lhs_at, self.scale,
+                           self.addend, self.addend_scale, self.scale_nodes)
+
+    def indices(self, index: torch.Tensor, k: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Operand indices [M, K] of the outputs ``index`` [M] (all of K, or the given ``k``)."""
+        k = torch.arange(self.extent) if k is None else k
+        rows, columns = index[:, None], k[None, :]
+        shape = (len(index), len(k))
+        return self.lhs_at(rows, columns).expand(shape), self.rhs_at(rows, columns).expand(shape)
+
+
+def contraction(node: fx.Node, sizes: Sizes) -> Contraction | None:
+    """Describe ``node`` as a contraction, or None."""
+    rule = _RULES.get(node.target) if node.op == "call_function" else None
+    return None if rule is None else rule(node, sizes)
+
+
+def _bmm(node: fx.Node, sizes: Sizes, lhs: fx.Node, rhs: fx.Node, **more) -> Contraction:
+    _, m, k = sizes.shape(lhs)
+    n = sizes.shape(rhs)[2]
+    return Contraction(
+        node, lhs, rhs, k,
+        lambda i, j: (i // (m * n) * m + i // n % m) * k + j,
+        lambda i, j: (i // (m * n) * k + j) * n + i % n, **more)
+
+
+def _mm(node: fx.Node, sizes: Sizes, lhs: fx.Node, rhs: fx.Node, **more) -> Contraction:
+    k, n = sizes.shape(rhs)
+    return Contraction(node, lhs, rhs, k, lambda i, j: i // n * k + j, lambda i, j: j * n + i % n, **more)
+
+
+def _linear(node: fx.Node, sizes: Sizes) -> Contraction:
+    lhs, rhs = node.args[0], node.args[1]
+    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    n, k = sizes.shape(rhs)
+    return Contraction(node, lhs, rhs, k, lambda i, j: i // n * k + j, lambda i, j: i % n * k + j, addend=bias)
+
+
+def _matmul(node: fx.Node, sizes: Sizes) -> Contraction | None:
+    lhs, rhs = node.args[:2]
+    a, b, out = sizes.shape(lhs), sizes.shape(rhs), sizes.shape(node)
+    if len(a) < 2 or len(b) < 2:
+        return None
+    m, k, n = a[-2], a[-1], b[-1]
+    batch = out[:-2]
+    return Contraction(
+        node, lhs, rhs, k,
+        lambda i, j: (broadcast_index(i // (m * n), batch, a[:-2]) if batch else 0 * i) * m * k + i // n % m * k + j,
+        lambda i, j: (broadcast_index(i // (m * n), batch, b[:-2]) if batch else 0 * i) * k * n + j * n + i % n)
+
+
+def _einsum(node: fx.Node, sizes: Sizes) -> Contraction | None:
+    equation, operands = node.args[0].replace(" ", ""), node.args[1]
+    if len(operands) != 2 or "->" not in equation or "." in equation:
+        return None
+    terms, out_names = equation.split("->")
+    lhs_names, rhs_names = terms.split(",")
+    lhs, rhs = operands
+    extents = dict(zip(lhs_names, sizes.shape(lhs))) | dict(zip(rhs_names, sizes.shape(rhs)))
+    summed = [c for c in lhs_names if c not in out_names]
+    if set(rhs_names) - set(out_names) != set(summed) or len(set(lhs_names)) != len(lhs_names):
+        return None
+    out_shape = tuple(extents[c] for c in out_names)
+    k_shape = tuple(extents[c] for c in summed)
+    extent = 1
+    for size in k_shape:
+        extent *= size
+
+    def at(names: str, shape: tuple[int, ...]) -> IndexMap:
+        def index_map(i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            where = dict(zip(out_names, unravel(i, out_shape))) | dict(zip(summed, unravel(j, k_shape)))
+            return ravel([where[c] + 0 * i + 0 * j for c in names], shape)
+        return index_map
+
+    return Contraction(node, lhs, rhs, extent, at(lhs_names, sizes.shape(lhs)), at(rhs_names, sizes.shape(rhs)))
+
+
+def _scaled_mm(node: fx.Node, sizes: Sizes) -> Contraction | None:
+    lhs, rhs, scale_a, scale_b = node.args[:4]
+    if sizes.numel(scale_a) != 1 or sizes.numel(scale_b) != 1:
+        return None
+    bias = node.args[4] if len(node.args) > 4 else node.kwargs.get("bias")
+    if bias is not None:
+        return None
+    return _mm(node, sizes, lhs, rhs, scale_nodes=(scale_a, scale_b))
+
+
+def _multiply_sum(node: fx.Node, sizes: Sizes) -> Contraction | None:
+    """``(a * b).sum(dim)`` over one dimension, with both factors varying along it."""
+    product = node.args[0]
+    while is_float_cast(product):
+        product = product.args[0]
+    if product.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in product.args):
+        return None
+    dims = sizes.argument(node.args[1]) if len(node.args) > 1 else None
+    shape = sizes.shape(product)
+    if not dims or len(dims) != 1:
+        return None
+    dim = dims[0] % len(shape)
+    kept = shape[:dim] + shape[dim + 1:]
+    lhs, rhs = product.args
+    for operand in (lhs, rhs):
+        operand_shape = (1,) * (len(shape) - len(sizes.shape(operand))) + sizes.shape(operand)
+        if operand_shape[dim] != shape[dim] or shape[dim] == 1:
+            return None
+
+    def at(operand: fx.Node) -> IndexMap:
+        def index_map(i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            where = [c + 0 * j for c in unravel(i, kept)]
+            where.insert(dim, j + 0 * i)
+            return broadcast_index(ravel(where, shape), shape, sizes.shape(operand))
+        return index_map
+
+    return Contraction(node, lhs, rhs, shape[dim], at(lhs), at(rhs))
+
+
+def _baddbmm(node: fx.Node, sizes: Sizes) -> Contraction:
+    return _bmm(node, sizes, node.args[1], node.args[2], scale=float(sizes.number(node.kwargs.get("alpha", 1))),
+                addend=node.args[0], addend_scale=float(sizes.number(node.kwargs.get("beta", 1))))
+
+
+def _addmm(node: fx.Node, sizes: Sizes) -> Contraction:
+    return _mm(node, sizes, node.args[1], node.args[2], scale=float(sizes.number(node.kwargs.get("alpha", 1))),
+               addend=node.args[0], addend_scale=float(sizes.number(node.kwargs.get("beta", 1))))
+
+
+_RULES = {
+    aten.bmm.default: lambda n, s: _bmm(n, s, n.args[0], n.args[1]),
+    aten.mm.default: lambda n, s: _mm(n, s, n.args[0], n.args[1]),
+    aten.bmm.dtype: lambda n, s: _bmm(n, s, n.args[0], n.args[1]),
+    aten.mm.dtype: lambda n, s: _mm(n, s, n.args[0], n.args[1]),
+    aten.baddbmm.default: _baddbmm, aten.addmm.default: _addmm, aten.linear.default: _linear,
+    aten.matmul.default: _matmul, aten.einsum.default: _einsum, aten._scaled_mm.default: _scaled_mm,
+    aten.sum.dim_IntList: _multiply_sum,
+}

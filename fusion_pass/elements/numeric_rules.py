@@ -1,0 +1,319 @@
+"""Element rules of operators that are neither moves, contractions nor pointwise: reductions, softmax, data-dependent
+loads, bit reinterpretation, complex views, fused scaled-dot-product attention."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import torch
+import torch.fx as fx
+
+from .moves import CASTS, broadcast_index, ravel, unravel
+from .numeric import EIGHT_BIT, MAX_ELEMENTS, Numeric, Unevaluated, cast_like, to_dtype, widen
+from .sizes import Sizes
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def _cast(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    return to_dtype(engine.values(node.args[0], index), engine.sizes.dtype(node))
+
+
+def _bits(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    """``view(dtype)``: reinterpret bits; the last dimension shrinks or grows with the item sizes."""
+    source = node.args[0]
+    before, after = engine.sizes.dtype(source), engine.sizes.dtype(node)
+    if before.itemsize == after.itemsize:
+        raw = engine.values(source, index).to(before) if before not in EIGHT_BIT else (
+            engine.values(source, index).to(torch.float32).to(before))
+        return widen(raw.view(after))
+    if before.itemsize > after.itemsize:
+        times = before.itemsize // after.itemsize
+        raw = engine.values(source, index // times).to(before).view(after).view(-1, times)
+        return widen(raw.gather(1, (index % times)[:, None]).flatten())
+    times = after.itemsize // before.itemsize
+    at = (index[:, None] * times + torch.arange(times)).flatten()
+    raw = engine.values(source, at)
+    raw = raw.to(torch.float32).to(before) if before in EIGHT_BIT else raw.to(before)
+    return widen(raw.view(-1, times).view(after).flatten())
+
+
+def _view_as_complex(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    pairs = engine.values(node.args[0], torch.stack([index * 2, index * 2 + 1], 1).flatten()).view(-1, 2)
+    return torch.complex(pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
+
+
+def _view_as_real(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    whole = engine.values(node.args[0], index // 2)
+    return torch.where(index % 2 == 0, whole.real, whole.imag)
+
+
+def _conj(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    return engine.values(node.args[0], index).conj().resolve_conj()
+
+
+def _conj_free(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    return engine.values(node.args[0], index)
+
+
+def _polar(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    radius, angle = (engine.values(a, broadcast_index(index, engine.sizes.shape(node), engine.sizes.shape(a)))
+                     for a in node.args)
+    return torch.polar(radius, angle)
+
+
+def _boolean_put(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    """``x[mask] = scalar``."""
+    base, (mask, *more), value = node.args[:3]
+    if more or engine.sizes.numel(value) != 1:
+        raise Unevaluated(node, "boolean index_put of more than one value")
+    shape, mask_shape = engine.sizes.shape(base), engine.sizes.shape(mask)
+    tail = engine.sizes.numel(node) // max(engine.sizes.numel(mask), 1)
+    assert shape[:len(mask_shape)] == mask_shape
+    chosen = engine.values(mask, index // tail)
+    put = engine.values(value, torch.zeros(1, dtype=torch.int64))
+    result = engine.values(base, index)
+    return torch.where(chosen, put.to(result.dtype), result)
+
+
+def _arange(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    numbers = [engine.sizes.number(a) for a in node.args]
+    start, step = 0, 1
+    if node.target is prims.iota.default:
+        start, step = engine.sizes.number(node.kwargs["start"]), engine.sizes.number(node.kwargs["step"])
+    elif node.target is aten.arange.start:
+        start = numbers[0]
+    elif node.target is aten.arange.start_step:
+        start, step = numbers[0], numbers[2] if len(numbers) > 2 else 1
+    return cast_like(index * step + start, engine.sizes.dtype(node))
+
+
+def _dims_of(engine: Numeric, node: fx.Node, position: int = 1) -> tuple[list[int], bool]:
+    rank = len(engine.sizes.shape(node.args[0]))
+    dims = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+    dims = engine.sizes.argument(dims)
+    keepdim = node.args[position + 1] if len(node.args) > position + 1 else node.kwargs.get("keepdim", False)
+    if dims is None or dims == []:
+        return list(range(rank)), bool(keepdim)
+    return [d % rank for d in ([dims] if isinstance(dims, int) else dims)], bool(keepdim)
+
+
+def _reduction(function: Callable[[torch.Tensor], torch.Tensor]):
+    def rule(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+        dims, keepdim = _dims_of(engine, node)
+        return function(engine.rows(node, node.args[0], dims, keepdim, index))
+    return rule
+
+
+def _getitem(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    parent, which = node.args
+    rule = TUPLE_RULES.get(parent.target)
+    if rule is None:
+        raise Unevaluated(node, f"output {which} of {parent.target} has no element rule")
+    return rule(engine, parent, which, index)
+
+
+def _max_dim(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> torch.Tensor:
+    dims, keepdim = _dims_of(engine, node)
+    rows = engine.rows(node, node.args[0], dims, keepdim, index)
+    result = rows.max(1) if node.target is aten.max.dim else rows.min(1)
+    return result[which]
+
+
+def _softmax(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    source = node.args[0]
+    shape = engine.sizes.shape(source)
+    dim = int(engine.sizes.number(node.args[1])) % len(shape)
+    coordinates = unravel(index, shape)
+    outer = coordinates[:dim] + coordinates[dim + 1:]
+    outer_shape = shape[:dim] + shape[dim + 1:]
+    outer_index = ravel(outer, outer_shape) if outer else torch.zeros_like(index)
+    unique, where = torch.unique(outer_index, return_inverse=True)
+    rows = engine.rows(node, source, [dim], False, unique)
+    probabilities = torch.softmax(rows, 1)
+    if node.target is aten._safe_softmax.default:
+        probabilities = torch.where((rows == -torch.inf).all(1, keepdim=True), 0.0, probabilities)
+    if node.target in (aten._log_softmax.default, aten.log_softmax.int):
+        probabilities = torch.log_softmax(rows, 1)
+    return probabilities[where, coordinates[dim]]
+
+
+def _sdpa(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> torch.Tensor:
+    """Output (0) or log-sum-exp (1) of the fused scaled-dot-product operators."""
+    query, key, value = node.args[:3]
+    schema = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(schema, node.args)) | dict(node.kwargs)
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    if given.get("dropout_p", 0.0) not in (0, 0.0):
+        raise Unevaluated(node, "dropout")
+    b, h, s, d = engine.sizes.shape(query)
+    _, kv_heads, n, dv = engine.sizes.shape(value)
+    scale = given.get("scale")
+    scale = d ** -0.5 if scale is None else float(engine.sizes.number(scale))
+    if which == 0:
+        row, column = index // dv, index % dv
+    elif which == 1:
+        row, column = index, None
+    else:
+        raise Unevaluated(node, f"output {which} of {node.target}")
+    rows, where = torch.unique(row, return_inverse=True)
+    batch, head, token = rows // (h * s), rows // s % h, rows % s
+    kv_head = head * kv_heads // h
+    q = engine.values(query, (rows[:, None] * d + torch.arange(d)).flatten()).view(-1, 1, d)
+    at = (batch * kv_heads + kv_head)[:, None, None] * n + torch.arange(n)[None, :, None]
+    if len(rows) * n * d > MAX_ELEMENTS:
+        raise Unevaluated(node, "too many products")
+    k = engine.values(key, (at * d + torch.arange(d)).flatten()).view(len(rows), n, d)
+    scores = (q * k).sum(-1) * scale
+    if mask is not None:
+        full = ((batch * h + head) * s + token)[:, None] * n + torch.arange(n)
+        at_mask = broadcast_index(full, (b, h, s, n), engine.sizes.shape(mask)).flatten()
+        values = engine.values(mask, at_mask).view(scores.shape)
+        scores = scores.masked_fill(~values, -torch.inf) if values.dtype == torch.bool else scores + values
+    if given.get("is_causal"):
+        scores = scores.masked_fill(torch.arange(n)[None] > token[:, None], -torch.inf)
+    if which == 1:
+        return torch.logsumexp(scores, 1)[where]
+    probabilities = torch.softmax(scores, 1)
+    at_value = ((batch * kv_heads + kv_head)[where][:, None] * n + torch.arange(n)) * dv + column[:, None]
+    return (probabilities[where] * engine.values(value, at_value.flatten()).view(at_value.shape)).sum(1)
+
+
+def _indexed(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    """Data-dependent loads: ``x[i, j]``, index_select, gather, embedding. Out-of-range indices wrap."""
+    source, at = load_index(node, index, engine.sizes, engine.values)
+    return engine.values(source, at)
+
+
+def load_index(node: fx.Node, index: torch.Tensor, sizes: Sizes,
+               values: Callable[[fx.Node, torch.Tensor], torch.Tensor]) -> tuple[fx.Node, torch.Tensor]:
+    """Which elements of which tensor a data-dependent load reads, given the index values."""
+    target = node.target
+    if target is aten.embedding.default:
+        source, ids = node.args[0], node.args[1]
+        width = sizes.shape(source)[1]
+        return source, values(ids, index // width) % sizes.shape(source)[0] * width + index % width
+    source = node.args[0]
+    shape, out_shape = sizes.shape(source), sizes.shape(node)
+    coordinates = unravel(index, out_shape)
+    if target is aten.index_select.default:
+        dim = int(sizes.number(node.args[1])) % len(shape)
+        coordinates[dim] = values(node.args[2], coordinates[dim]) % shape[dim]
+        return source, ravel(coordinates, shape)
+    if target is aten.gather.default:
+        dim = int(sizes.number(node.args[1])) % len(shape)
+        coordinates[dim] = values(node.args[2], index) % shape[dim]
+        return source, ravel(coordinates, shape)
+    indices = list(node.args[1]) + [None] * (len(shape) - len(node.args[1]))
+    used = [d for d, i in enumerate(indices) if i is not None]
+    broadcast = torch.broadcast_shapes(*[sizes.shape(indices[d]) for d in used])
+    adjacent = used == list(range(used[0], used[-1] + 1))
+    first = used[0] if adjacent else 0
+    at_indices = coordinates[first:first + len(broadcast)]
+    rest = coordinates[:first] + coordinates[first + len(broadcast):]
+    where = ravel(at_indices, tuple(broadcast)) if at_indices else torch.zeros_like(index)
+    full: list[torch.Tensor] = []
+    for dim, tensor in enumerate(indices):
+        if tensor is None:
+            full.append(rest.pop(0))
+            continue
+        value = values(tensor, broadcast_index(where, tuple(broadcast), sizes.shape(tensor)))
+        if value.dtype == torch.bool:
+            raise Unevaluated(node, "boolean index")
+        full.append(value % shape[dim])
+    return source, ravel(full, shape)
+
+
+def _index_put(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    """``x[i] = v`` with index tensors for the leading dimensions (the last writer wins)."""
+    base, indices, value = node.args[:3]
+    if len(indices) == 1 and indices[0] is not None and engine.sizes.dtype(indices[0]) == torch.bool:
+        return _boolean_put(engine, node, index)
+    if len(node.args) > 3 and node.args[3]:
+        raise Unevaluated(node, "accumulating index_put")
+    shape = engine.sizes.shape(base)
+    if any(i is None for i in indices):
+        raise Unevaluated(node, "index_put with gaps")
+    broadcast = tuple(torch.broadcast_shapes(*[engine.sizes.shape(i) for i in indices]))
+    tail_shape = shape[len(indices):]
+    count = 1
+    for size in broadcast:
+        count *= size
+    if count > MAX_ELEMENTS // 64:
+        raise Unevaluated(node, "too many writes")
+    writes = torch.arange(count)
+    heads = [engine.values(i, broadcast_index(writes, broadcast, engine.sizes.shape(i))) for i in indices]
+    if any(h.dtype == torch.bool for h in heads):
+        raise Unevaluated(node, "boolean index_put")
+    written = ravel([h % s for h, s in zip(heads, shape)], shape[:len(indices)])
+    tail = 1
+    for size in tail_shape:
+        tail *= size
+    owner = {int(w): i for i, w in enumerate(written.tolist())}
+    result = engine.values(base, index).clone()
+    lanes = [lane for lane, i in enumerate((index // tail).tolist()) if i in owner]
+    if lanes:
+        chosen = torch.tensor(lanes)
+        which = torch.tensor([owner[int(i)] for i in (index[chosen] // tail).tolist()])
+        full = which * tail + index[chosen] % tail
+        at = broadcast_index(full, broadcast + tail_shape, engine.sizes.shape(value))
+        result[chosen] = engine.values(value, at).to(result.dtype)
+    return result
+
+
+def _logsumexp(rows: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(rows, 1)
+
+
+def _cumsum(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    shape = engine.sizes.shape(node)
+    dim = int(engine.sizes.number(node.args[1])) % len(shape)
+    coordinates = unravel(index, shape)
+    outer = coordinates[:dim] + coordinates[dim + 1:]
+    outer_shape = shape[:dim] + shape[dim + 1:]
+    rows = engine.rows(node, node.args[0], [dim], False, ravel(outer, outer_shape) if outer else 0 * index)
+    return rows.cumsum(1).gather(1, coordinates[dim][:, None]).flatten()
+
+
+
+def _total(function: Callable[[torch.Tensor], torch.Tensor]):
+    def rule(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+        rank = len(engine.sizes.shape(node.args[0]))
+        return function(engine.rows(node, node.args[0], list(range(rank)), False, index))
+    return rule
+
+
+def _sum(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    return _reduction(lambda rows: rows.sum(1))(engine, node, index)
+
+
+_INDEXED = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default)
+RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(CASTS, _cast), **dict.fromkeys(_INDEXED, _indexed),
+    aten.view.dtype: _bits, aten.view_as_complex.default: _view_as_complex,
+    aten.view_as_real.default: _view_as_real, aten.arange.default: _arange, aten.arange.start: _arange,
+    aten.arange.start_step: _arange, prims.iota.default: _arange, operator.getitem: _getitem,
+    aten.sum.dim_IntList: _sum, aten.sum.default: _total(lambda r: r.sum(1)),
+    aten.mean.dim: _reduction(lambda r: r.to(torch.float64).mean(1)), aten.mean.default: _total(lambda r: r.mean(1)),
+    aten.amax.default: _reduction(lambda r: r.amax(1)), aten.amin.default: _reduction(lambda r: r.amin(1)),
+    aten.max.default: _total(lambda r: r.amax(1)), aten.min.default: _total(lambda r: r.amin(1)),
+    aten.logsumexp.default: _reduction(_logsumexp), aten.prod.dim_int: _reduction(lambda r: r.prod(1)),
+    aten.any.dim: _reduction(lambda r: (r != 0).any(1)), aten.all.dim: _reduction(lambda r: (r != 0).all(1)),
+    aten.any.default: _total(lambda r: (r != 0).any(1)), aten.all.default: _total(lambda r: (r != 0).all(1)),
+    aten._softmax.default: _softmax, aten.softmax.int: _softmax, aten._safe_softmax.default: _softmax,
+    aten._log_softmax.default: _softmax, aten.log_softmax.int: _softmax, aten.cumsum.default: _cumsum,
+    aten.index_put.default: _index_put, aten._conj.default: _conj, aten._conj_physical.default: _conj,
+    aten.conj.default: _conj, aten.polar.default: _polar,
+    aten.resolve_conj.default: _conj_free, aten.resolve_neg.default: _conj_free,
+    aten.scaled_dot_product_attention.default: lambda e, n, i: _sdpa(e, n, 0, i),
+}
+TUPLE_RULES: dict[object, Callable[[Numeric, fx.Node, int, torch.Tensor], torch.Tensor]] = {
+    aten.max.dim: _max_dim, aten.min.dim: _max_dim,
+}
+for _name in ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+              "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+              "_scaled_dot_product_attention_math"):
+    if hasattr(aten, _name):
+        TUPLE_RULES[getattr(aten, _name).default] = _sdpa

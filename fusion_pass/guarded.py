@@ -1,0 +1,112 @@
+"""Run the pass on one graph so that it can do no harm: time it, restore the graph when it fails, tell the log.
+
+The pass fails open: an exception leaves the graph as it came, with one warning per kind of failure;
+``Config(strict=True)`` raises instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from torch import fx
+
+from . import compat
+from .config import Config
+from .report import Report
+
+log = logging.getLogger(__name__)
+_warned: set[str] = set()
+
+DISABLED = "disabled (Config(disable=True) or FUSION_PASS_DISABLE=1): the graph is as it came"
+TRAINING = "training graph: left alone, as the fused ops have no backward; call the model under torch.no_grad()"
+
+
+def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
+    """Rewrite ``gm`` in place under ``config`` (resolved here) and return the report.
+
+    level: where the graph comes from, for logs and traces: ``"aot"``, ``"joint"``, ``"post_grad"``, ``"rewrite"``.
+    Raises only with ``config.strict``.
+    """
+    config = config.resolve()
+    if config.disable:
+        return Report(nodes=len(gm.graph.nodes), notes=[DISABLED])
+    from .rewrite import run_on_graph  # late: the pass and everything it needs load when the first graph comes
+
+    start = time.perf_counter()
+    nodes = len(gm.graph.nodes)
+    before = _snapshot(gm)
+    try:
+        report = run_on_graph(gm, config)
+        if report.fused:
+            gm.graph.lint()
+            gm.recompile()
+    except Exception as error:
+        _restore(gm, before)
+        if config.strict:
+            raise
+        report = Report(notes=[f"the pass failed and the graph was left as it came: {type(error).__name__}: {error}"])
+        _warn_failure(error)
+    report.nodes = report.nodes or nodes
+    report.seconds = time.perf_counter() - start
+    _tell(gm, before, report, level)
+    return report
+
+
+def _snapshot(gm: fx.GraphModule) -> fx.Graph:
+    copy = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    result = copy.graph_copy(gm.graph, values)
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    copy.output(result).meta = dict(output.meta)
+    return copy
+
+
+def _restore(gm: fx.GraphModule, before: fx.Graph) -> None:
+    # In place, as whoever called the pass holds this very graph; with a new namespace, so that nodes get their names
+    # back (the signature of an exported program refers to them).
+    nodes = list(gm.graph.nodes)
+    for node in nodes:
+        node.args, node.kwargs = (), {}
+    for node in nodes:
+        gm.graph.erase_node(node)
+    gm.graph._graph_namespace = type(gm.graph._graph_namespace)()
+    values: dict[fx.Node, fx.Node] = {}
+    result = gm.graph.graph_copy(before, values)
+    output = next(node for node in reversed(before.nodes) if node.op == "output")
+    gm.graph.output(result).meta = dict(output.meta)
+    gm.recompile()
+
+
+def _warn_failure(error: Exception) -> None:
+    kind = f"{type(error).__name__}: {error}"
+    if kind in _warned:
+        log.debug("the pass failed again", exc_info=True)
+        return
+    _warned.add(kind)
+    log.warning(
+        "fusion_pass failed and left the graph as it came (%s). Please report it; Config(strict=True) raises, "
+        "FUSION_PASS_DISABLE=1 turns the pass off.",
+        kind,
+        exc_info=log.isEnabledFor(logging.DEBUG),
+    )
+
+
+def _tell(gm: fx.GraphModule, before: fx.Graph, report: Report, level: str) -> None:
+    log.info("%s graph: %s", level, report.summary())
+    if report:
+        log.debug("%s", report)
+    counts = compat.counters()["fusion_pass"]
+    counts["graphs"] += 1
+    counts["fused"] += len(report.fused)
+    counts["gated"] += len(report.gated)
+    counts["near_misses"] += len(report.near_misses)
+    compat.trace_artifact("fusion_pass_report", "json", report.to_json)
+    if report.fused:
+        compat.trace_artifact("fusion_pass_before", "string", lambda: _readable(fx.GraphModule(gm, before)))
+        compat.trace_artifact("fusion_pass_after", "string", lambda: _readable(gm))
+
+
+def _readable(gm: torch.fx.GraphModule) -> str:
+    return str(gm.print_readable(print_output=False, include_stride=True, include_device=True))

@@ -1,0 +1,14 @@
+"""Parts of models in plain torch ops, to be traced: what an FP8 checkpoint computes, without anybody's kernels."""
+
+from __future__ import annotations
+
+from .fp8_linear import FP8GroupedLinear, quantize_activation, quantize_weight, replace_grouped_linear
+from .random_deepseek_v4 import random_deepseek_v4
+
+__all__ = [
+    "FP8GroupedLinear",
+    "quantize_activation",
+    "quantize_weight",
+    "random_deepseek_v4",
+    "replace_grouped_linear",
+]

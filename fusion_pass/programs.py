@@ -1,0 +1,41 @@
+"""``fusion_pass.rewrite``: the pass on a graph that somebody else traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from . import guarded
+from .config import Config
+from .report import Report
+
+
+def rewrite(program: Any, config: Config | None = None) -> Report:
+    """Rewrite a traced graph in place and return the :class:`Report`.
+
+    program: an ``fx.GraphModule`` of ATen ops (``make_fx``, AOTAutograd, ``torch.export``'s ``.module()``) or a
+    ``torch.export.ExportedProgram``, whose signature is kept consistent. The graph must carry ``meta["val"]``, as all
+    of these do. On failure the graph is as it came; ``config.strict`` raises instead. Raises TypeError for anything
+    else.
+    """
+    config = config or Config()
+    if isinstance(program, fx.GraphModule):
+        return guarded.run(program, config, level="rewrite")
+    graph_module = getattr(program, "graph_module", None)
+    if not isinstance(graph_module, fx.GraphModule) or not hasattr(program, "graph_signature"):
+        raise TypeError(
+            f"rewrite: expected an fx.GraphModule or an ExportedProgram, got {type(program).__name__}; "
+            "for a module or function use torch.compile(..., backend='fusion_pass') or fusion_pass.explain"
+        )
+    before = _output_names(graph_module)
+    report = guarded.run(graph_module, config, level="rewrite")
+    for old, new in zip(before, _output_names(graph_module), strict=True):
+        if old is not None and new is not None and old != new:
+            program.graph_signature.replace_all_uses(old, new)
+    return report
+
+
+def _output_names(gm: fx.GraphModule) -> list[str | None]:
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    return [arg.name if isinstance(arg, fx.Node) else None for arg in output.args[0]]  # type: ignore[union-attr]

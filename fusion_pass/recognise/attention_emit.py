@@ -1,0 +1,272 @@
+"""Writes a recognised attention's operands down as nodes, in the layout of the fused ops."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from ..elements.layouts import Axis, Builder
+from .attention_match import AttentionMatch, KeyPiece, Mask, Operand
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class AttentionOperands:
+    """q [B, S, H, D], kv [B, N, D], mask [B or 1, S, N] (bool, True = attend, or floating and additive), sink [H]."""
+
+    q: fx.Node
+    kv: fx.Node
+    mask: fx.Node | None
+    sink: fx.Node | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class MergeOperands:
+    """partials [P, T, H, D], lse_or_max [P, T, H], sum [P, T, H] or None, sink [H] or None."""
+
+    partials: fx.Node
+    lse_or_max: fx.Node
+    sum: fx.Node | None
+    sink: fx.Node | None
+    stat_scale: float
+
+
+def batch_axes(match: AttentionMatch) -> tuple[int, ...]:
+    """The token axes (by number) that make up B: up to the last one that the keys depend on."""
+    tokens = match.axes.tokens
+    last = -1
+    for piece in match.kv:
+        for number, axis in enumerate(piece.rows.axes[:len(tokens)]):
+            if axis.stride and axis.size > 1:
+                last = max(last, number)
+    return tuple(range(last + 1))
+
+
+class _Writer:
+    """Operands as views, with the token axes split into B (the axes that the keys depend on) and S (the others)."""
+
+    def __init__(self, match: AttentionMatch, builder: Builder):
+        self.match, self.builder = match, builder
+        self.batch = batch_axes(match)
+        self.rest = tuple(range(len(self.batch), len(match.axes.tokens)))
+
+    def take(self, operand: Operand) -> fx.Node | None:
+        """One dimension per axis; axes of stride 0 have size 1."""
+        for candidate in (operand, *operand.fallbacks):
+            node = self.builder.take(candidate.node, candidate.offset, candidate.axes)
+            if node is not None:
+                return node
+        return None
+
+    def size(self, axes: Sequence[Axis]) -> int | fx.Node:
+        """The product of the axes' sizes, as an argument."""
+        total: int | fx.Node = 1
+        for axis in axes:
+            size = self.builder.size(axis)
+            if isinstance(total, int) and isinstance(size, int):
+                total *= size
+            else:
+                total = size if total == 1 else self.builder.call(operator.mul, total, size)
+        return total
+
+    def tokens(self, numbers: Sequence[int]) -> list[Axis]:
+        return [self.match.axes.tokens[i] for i in numbers]
+
+    def widened(self, node: fx.Node, axes: Sequence[Axis], numbers: Sequence[int]) -> fx.Node:
+        """Expand the token dimensions ``numbers`` of ``node`` that are 1 because nothing depends on them, unless none
+        of them is needed: then they stay 1."""
+        needed = [i for i in numbers if axes[i].stride == 0 and axes[i].size != 1]
+        if not needed:
+            return node
+        shape: list[int | fx.Node] = [-1] * len(axes)
+        for i in needed:
+            shape[i] = self.builder.size(self.match.axes.tokens[i])
+        return self.builder.call(aten.expand.default, node, shape)
+
+    def grouped(self, node: fx.Node, tail: int, batch_is_one: bool = False) -> fx.Node:
+        """[t.., tail..] -> [B, S, tail..]; B is 1 when ``batch_is_one`` (the dimensions of B are all 1)."""
+        builder = self.builder
+        if len(self.batch) == 1 and len(self.rest) == 1:
+            return node
+        value = node.meta["val"]
+        shape = [value.shape[i] if isinstance(value.shape[i], int) else builder.call(aten.sym_size.int, node, i)
+                 for i in range(len(value.shape) - tail, len(value.shape))]
+        batch = 1 if batch_is_one else self.size(self.tokens(self.batch))
+        rest = self.size(self.tokens(self.rest))
+        return builder.view(node, [batch, rest, *shape])
+
+    def q(self) -> fx.Node | None:
+        operand = self.match.q
+        node = self.take(operand)
+        if node is None:
+            return None
+        node = self.widened(node, operand.axes, range(len(self.match.axes.tokens)))
+        return self.grouped(node, 2)
+
+    def rows(self, piece: KeyPiece) -> fx.Node | None:
+        """[B, n, D] of one piece."""
+        node = self.take(piece.rows)
+        if node is None:
+            return None
+        node = self.widened(node, piece.rows.axes, self.batch)
+        shape = [self.size(self.tokens(self.batch)), self.builder.size(piece.keys), self.match.axes.channels.size]
+        if not self.batch:
+            shape[0] = 1
+        return self.builder.view(node, shape)
+
+    def mask(self, mask: Mask, batched: bool) -> fx.Node | None:
+        """[B or 1, S, n] of one mask as it is in the source."""
+        node = self.take(mask.operand)
+        if node is None:
+            return None
+        node = self.widened(node, mask.operand.axes, (*(self.batch if batched else ()), *self.rest))
+        return self.grouped(node, 1, batch_is_one=not batched)
+
+
+def _convert(builder: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if node.meta["val"].dtype == dtype:
+        return node
+    return builder.call(torch.ops.prims.convert_element_type.default, node, dtype)
+
+
+def emit_attention(match: AttentionMatch, builder: Builder) -> AttentionOperands | None:
+    """The operands of a dense attention, or None when one of them is no view of its node."""
+    writer = _Writer(match, builder)
+    q = writer.q()
+    pieces = [writer.rows(piece) for piece in match.kv]
+    if q is None or any(piece is None for piece in pieces):
+        return None
+    dtype = q.meta["val"].dtype
+    for piece in pieces:
+        dtype = torch.promote_types(dtype, piece.meta["val"].dtype)
+    q = _convert(builder, q, dtype)
+    pieces = [_convert(builder, piece, dtype) for piece in pieces]
+    kv = pieces[0] if len(pieces) == 1 else builder.call(aten.cat.default, pieces, 1)
+    sink = None
+    if match.sink is not None:
+        sink = writer.take(match.sink)
+        if sink is None:
+            return None
+    mask = None
+    if match.sink_gate or any(piece.masks for piece in match.kv):
+        mask = _emit_mask(match, writer)
+        if mask is None:
+            return None
+    scale = match.scale
+    if match.scale_node is not None:
+        # The op's scale is a number; what the tensor deviates from the usual 1/sqrt(D) goes into q. For a tensor that
+        # holds just that, the factor is 1 and q keeps its bits.
+        scale = match.axes.channels.size ** -0.5
+        factor = writer.take(match.scale_node)
+        if factor is None:
+            return None
+        factor = builder.call(aten.mul.Tensor, _convert(builder, factor, torch.float32), match.scale / scale)
+        wide = builder.call(aten.mul.Tensor, _convert(builder, q, torch.float32), factor)
+        q = _convert(builder, wide, dtype)
+    return AttentionOperands(q, kv, mask, sink, scale)
+
+
+# Added to all scores of a token whose sink is masked: the softmax over keys stays, the sink's share vanishes.
+NO_SINK_SHIFT = 1000.0
+
+
+def _emit_mask(match: AttentionMatch, writer: _Writer) -> fx.Node | None:
+    builder = writer.builder
+    tokens = len(match.axes.tokens)
+    every = [mask for piece in match.kv for mask in piece.masks] + list(match.sink_gate)
+    batched = any(axis.stride and axis.size > 1 for mask in every
+                  for i, axis in enumerate(mask.operand.axes[:tokens]) if i in writer.batch)
+    additive = bool(match.sink_gate) or any(mask.kind == "add" for mask in every)
+    parts: list[fx.Node] = []
+    for piece in match.kv:
+        part = None
+        for mask in piece.masks:
+            node = writer.mask(mask, batched)
+            if node is None:
+                return None
+            node = _normalised(builder, mask, node, additive)
+            if part is None:
+                part = node
+            else:
+                part = builder.call(aten.add.Tensor if additive else aten.bitwise_and.Tensor, part, node)
+        if part is None:
+            part = _no_mask(match, writer, piece, batched, additive)
+        parts.append(part)
+    if additive:
+        dtype = parts[0].meta["val"].dtype
+        for part in parts[1:]:
+            dtype = torch.promote_types(dtype, part.meta["val"].dtype)
+        parts = [_convert(builder, part, dtype) for part in parts]
+    mask = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, 2)
+    for gate in match.sink_gate:
+        node = writer.mask(gate, batched)
+        if node is None:
+            return None
+        keep = node if gate.kind == "keep" else builder.call(aten.logical_not.default, node)
+        shift = _select(builder, keep, 0.0, NO_SINK_SHIFT)
+        mask = builder.call(aten.add.Tensor, mask, shift)
+    return mask
+
+
+def _select(builder: Builder, keep: fx.Node, yes: float, no: float) -> fx.Node:
+    device = keep.meta["val"].device
+    return builder.call(aten.where.self, keep,
+                        builder.call(aten.full.default, [], yes, dtype=torch.float32, device=device),
+                        builder.call(aten.full.default, [], no, dtype=torch.float32, device=device))
+
+
+def _normalised(builder: Builder, mask: Mask, node: fx.Node, additive: bool) -> fx.Node:
+    """As a bool mask (True = attend), or as an additive one when any mask of this attention is additive."""
+    if mask.kind == "add":
+        return node if mask.coefficient == 1.0 else builder.call(aten.mul.Tensor, node, mask.coefficient)
+    keep = node if mask.kind == "keep" else builder.call(aten.logical_not.default, node)
+    return _select(builder, keep, 0.0, float("-inf")) if additive else keep
+
+
+def _no_mask(match: AttentionMatch, writer: _Writer, piece: KeyPiece, batched: bool, additive: bool) -> fx.Node:
+    batch = writer.size(writer.tokens(writer.batch)) if batched else 1
+    shape = [batch, writer.size(writer.tokens(writer.rest)), writer.builder.size(piece.keys)]
+    device = piece.rows.node.meta["val"].device
+    if additive:
+        return writer.builder.call(aten.full.default, shape, 0.0, dtype=torch.float32, device=device)
+    return writer.builder.call(aten.full.default, shape, True, dtype=torch.bool, device=device)
+
+
+def emit_merge(match: AttentionMatch, builder: Builder) -> MergeOperands | None:
+    """The operands of a merge of split-KV partials."""
+    writer = _Writer(match, builder)
+    partials = match.partials
+
+    def gather(operands: tuple[Operand, ...], tail: int) -> fx.Node | None:
+        nodes = [writer.take(operand) for operand in operands]
+        if any(node is None for node in nodes):
+            return None
+        if not partials.stacked:
+            nodes = [builder.call(aten.unsqueeze.default, node, 0) for node in nodes]
+            dtype = nodes[0].meta["val"].dtype
+            for node in nodes[1:]:
+                dtype = torch.promote_types(dtype, node.meta["val"].dtype)
+            nodes = [_convert(builder, node, dtype) for node in nodes]
+        node = nodes[0] if len(nodes) == 1 else builder.call(aten.cat.default, nodes, 0)
+        value = node.meta["val"]
+        keep = range(len(value.shape) - tail, len(value.shape))
+        shape = [value.shape[0], writer.size(match.axes.tokens), *(value.shape[i] for i in keep)]
+        return builder.view(node, [s if isinstance(s, (int, fx.Node)) else -1 for s in shape])
+
+    parts = gather(partials.parts, 2)
+    top = gather(partials.top, 1)
+    total = gather(partials.total, 1) if partials.total is not None else None
+    sink = writer.take(match.sink) if match.sink is not None else None
+    if parts is None or top is None or (partials.total is not None and total is None):
+        return None
+    if match.sink is not None and sink is None:
+        return None
+    return MergeOperands(parts, _convert(builder, top, torch.float32),
+                         None if total is None else _convert(builder, total, torch.float32), sink,
+                         partials.stat_scale)

@@ -1,0 +1,223 @@
+"""From anchors to chains: every contraction of a rotated attention output, with all that stands before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx as fx
+
+from ..elements.follow import Follower
+from ..elements.layouts import Axis
+from ..elements.numeric import Unevaluated
+from ..elements.sizes import Sizes, Unsized
+from .anchors import Anchor, find_anchors, way_back
+from .attention_match import AttentionMatch, OutputAxes
+from .context import Context
+from .projection import Fp8Weight, Grouping, recognise_fp8_weight, recognise_grouping
+from .quant_path import FP8, Cones, QuantPath, dtype_of
+from .quantisation import Quantisation, recognise_quantisation
+from .refusal import Refused
+from .rotation import Rotation, Structure, read_structure, recognise_rotation
+
+
+@dataclass
+class Chain:
+    """One attention output with its rotation, and the contractions that read it.
+
+    ``rotation.node`` is the node that the replacement produces (with the quantisation folded in when there is one).
+    ``attention`` is None when the attention is opaque or refused (then ``attention_refused`` says why).
+    """
+
+    anchors: list[Anchor]
+    rotation: Rotation
+    grouping: Grouping
+    quantisation: Quantisation | None = None
+    weight: Fp8Weight | None = None
+    attention: AttentionMatch | None = None
+    attention_refused: Refused | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        roles = list(self.attention.roles) if self.attention is not None else []
+        roles.append("inverse_rope")
+        if self.quantisation is not None:
+            roles.append("fp8_quant")
+        return (*roles, "bgemm")
+
+    @property
+    def output_axes(self) -> OutputAxes:
+        return output_axes(self.rotation, self.grouping)
+
+
+@dataclass
+class Findings:
+    chains: list[Chain] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    visits: int = 0
+
+
+def output_axes(rotation: Rotation, grouping: Grouping) -> OutputAxes:
+    """The attention output's axes in the rotation's source."""
+    return OutputAxes(tuple(Axis(a.size, a.source, a.size_from) for a in grouping.tokens),
+                      Axis(grouping.heads, grouping.head_stride),
+                      Axis(rotation.head_dim, rotation.channel_stride), rotation.offset)
+
+
+@dataclass
+class _Candidate:
+    node: fx.Node
+    structure: Structure
+    rotation: Rotation | Refused
+    path: QuantPath
+
+
+class ChainFinder:
+    """Finds the chains of one graph under one assignment of its size symbols."""
+
+    def __init__(self, context: Context, sizes: Sizes):
+        self.context, self.sizes = context, sizes
+        self.follower = Follower(sizes)
+        self.cones = Cones()
+        self._candidates: dict[fx.Node, _Candidate | None] = {}
+
+    def find(self) -> Findings:
+        findings = Findings()
+        by_source: dict[fx.Node, list[tuple[Anchor, list[_Candidate]]]] = {}
+        for anchor in find_anchors(self.context.module.graph, self.sizes):
+            candidates = self._best_candidate(anchor)
+            if candidates:
+                by_source.setdefault(candidates[0].structure.source, []).append((anchor, candidates))
+        for group in by_source.values():
+            for found in self._chains(group):
+                if isinstance(found, Chain):
+                    findings.chains.append(found)
+                else:
+                    findings.refused.append(found)
+        findings.visits = self.follower.visits + self.cones.visits
+        return findings
+
+    def _best_candidate(self, anchor: Anchor) -> list[_Candidate]:
+        """The nearest node that holds a proven rotation, else the nearest that holds partly changed heads."""
+        first = None
+        for candidate in self._candidates_of(anchor):
+            if isinstance(candidate.rotation, Rotation):
+                return [candidate]
+            first = first or candidate
+        return [first] if first is not None else []
+
+    def _candidates_of(self, anchor: Anchor) -> Iterator[_Candidate]:
+        """Nodes on the operand's way back that hold partly changed heads, nearest to the contraction first."""
+        for node in way_back(anchor.operand, self.sizes, QuantPath(self.sizes, self.cones)):
+            if node not in self._candidates:
+                self._candidates[node] = self._candidate(node)
+            if self._candidates[node] is not None:
+                yield self._candidates[node]
+
+    def _candidate(self, node: fx.Node) -> _Candidate | None:
+        kind = dtype_of(node)
+        if kind is None or not (kind.is_floating_point or kind in FP8):
+            return None
+        try:
+            path = QuantPath(self.sizes, self.cones)
+            structure = read_structure(node, self.sizes, self.follower, path)
+            if structure is None:
+                return None
+            return _Candidate(node, structure, recognise_rotation(structure, self.sizes, self.follower, path), path)
+        except (Unsized, Unevaluated):
+            return None
+
+    def _chains(self, group: list[tuple[Anchor, list[_Candidate]]]) -> Iterator[Chain | Refused]:
+        chosen = self._common(group)
+        for candidate, anchors in chosen:
+            yield self._chain(candidate, anchors)
+
+    def _common(self, group: list[tuple[Anchor, list[_Candidate]]]) -> list[tuple[_Candidate, list[Anchor]]]:
+        """One contraction: the node nearest to it. Several readers of one output: the node they all come from."""
+        if len(group) == 1:
+            anchor, candidates = group[0]
+            return [(candidates[0], [anchor])]
+        group = [(anchor, list(self._candidates_of(anchor))) for anchor, _ in group]
+        shared = [c for c in group[0][1] if all(c in candidates for _, candidates in group[1:])]
+        good = [c for c in shared if isinstance(c.rotation, Rotation)]
+        if good or shared:
+            return [((good or shared)[0], [anchor for anchor, _ in group])]
+        return [(candidates[0], [anchor]) for anchor, candidates in group]
+
+    def _chain(self, candidate: _Candidate, anchors: list[Anchor]) -> Chain | Refused:
+        rotation = candidate.rotation
+        if isinstance(rotation, Refused):
+            # Of interest only if what was rotated is an attention output: every rotated query looks like this.
+            match = self._attention(self._plain_axes(candidate.structure), candidate.structure.source)
+            return Refused(rotation.role, rotation.reason, rotation.node, silent=match is None)
+        path = QuantPath(self.sizes, self.cones)
+        grouping = recognise_grouping(rotation, anchors, self.sizes, self.follower, path)
+        if isinstance(grouping, Refused):
+            return grouping
+        if self._overlap(rotation, anchors):
+            return Refused("bgemm", "the rotated output is read by more than the grouped projection: "
+                           + ", ".join(a.node.name for a in anchors), anchors[-1].node)
+        chain = Chain(anchors, rotation, grouping)
+        if candidate.path.casts or candidate.path.scales:
+            found = recognise_quantisation(rotation, candidate.path, self.sizes, self.follower,
+                                           self.context.tensor_constant)
+            if isinstance(found, Refused):
+                return found
+            chain.quantisation = found
+            if len(anchors) == 1 and found.scales is None and rotation.node is anchors[0].operand:
+                chain.weight = recognise_fp8_weight(anchors[0].contraction, grouping.groups, self.sizes,
+                                                    self.follower)
+        return self.with_attention(chain)
+
+    def _overlap(self, rotation: Rotation, anchors: list[Anchor]) -> bool:
+        """Do two of the contractions read the same elements of the rotated output? (Loops over groups, blocks or tokens
+        do not; a second consumer does.)"""
+        if len(anchors) == 1:
+            return False
+        rows = []
+        for anchor in anchors:
+            lanes = anchor.contraction.indices(torch.zeros(1, dtype=torch.int64))[0][0]
+            trace = self.follower.follow(anchor.operand, lanes, stop=frozenset([rotation.node]),
+                                         through=QuantPath(self.sizes, self.cones))
+            rows.extend(o.index for o in trace.origins if o.node is rotation.node)
+        read = torch.cat(rows)
+        return len(torch.unique(read)) < len(read)
+
+    def with_attention(self, chain: Chain) -> Chain:
+        found = self._recognise_attention(chain.rotation.source, chain.output_axes)
+        if isinstance(found, AttentionMatch):
+            chain.attention = found
+        else:
+            chain.attention_refused = found
+        return chain
+
+    def _recognise_attention(self, source: fx.Node, axes: OutputAxes) -> AttentionMatch | Refused:
+        from .attention import recognise_attention
+        try:
+            return recognise_attention(source, axes, self.context)
+        except (Unsized, Unevaluated) as error:
+            return Refused("fmha", str(error), source)
+
+    def _plain_axes(self, structure: Structure) -> OutputAxes | None:
+        """A guess at the axes of an output whose rotation was refused: the innermost non-channel axis is the heads."""
+        if not structure.axes:
+            return None
+        ordered = sorted(structure.axes, key=lambda a: a.source)
+        heads = ordered[0]
+        return OutputAxes(tuple(Axis(a.size, a.source, a.size_from) for a in reversed(ordered[1:])),
+                          Axis(heads.size, heads.source), Axis(structure.head_dim, structure.channel_stride),
+                          structure.offset)
+
+    def _attention(self, axes: OutputAxes | None, source: fx.Node) -> AttentionMatch | None:
+        if axes is None or source.op != "call_function":
+            return None
+        found = self._recognise_attention(source, axes)
+        return found if isinstance(found, AttentionMatch) else None
+
+
+def find_chains(module: fx.GraphModule) -> Findings:
+    """All chains of a functional ATen graph, and what nearly was one."""
+    context = Context.of(module)
+    with torch.no_grad():
+        return ChainFinder(context, context.sizes[0]).find()

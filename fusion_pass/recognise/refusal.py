@@ -1,0 +1,34 @@
+"""A recognition that ended: which role, why, and at which node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+
+@dataclass(frozen=True)
+class Refused:
+    """``role`` was looked for and not found, because of ``reason``; ``node`` is the place in the graph.
+
+    ``silent``: nothing of the chain was there at all, so nobody needs to hear of it.
+    """
+
+    role: str
+    reason: str
+    node: fx.Node | None = None
+    silent: bool = False
+
+
+def source_line(node: fx.Node | None) -> str:
+    """The user's ``file.py:line`` for a node, from the stack trace that tracing recorded; "" when there is none."""
+    trace = node.meta.get("stack_trace") if node is not None else None
+    if not trace:
+        return ""
+    lines = [line.strip() for line in trace.strip().splitlines() if line.strip().startswith('File "')]
+    for line in reversed(lines):
+        path, _, rest = line[len('File "'):].partition('", line ')
+        number = rest.split(",")[0]
+        if "/torch/" not in path:
+            return f"{path}:{number}"
+    return ""

@@ -1,0 +1,130 @@
+"""The reports of this process, and those of graphs that Inductor took from its cache.
+
+The backend rewrites before Inductor's cache is asked, so its reports need no storing. A pass in Inductor's post-grad
+hook is not called on a cache hit. What a hit does replay are the changes of Inductor's counters while the graph was
+compiled: the hook counts one key per report there (its digest) and puts the report into a file of that name beside
+Inductor's cache. :func:`reports` reads the counters and fetches what it has not seen.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import compat
+from .report import Report
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "fusion_pass_report_"
+_lock = threading.RLock()
+_reports: list[Report] = []
+_seen: collections.Counter[str] = collections.Counter()
+
+
+class _Collector(threading.local):
+    stack: list[list[Report]] | None = None
+
+
+_collector = _Collector()
+
+
+def reports() -> list[Report]:
+    """One report per graph that was compiled in this process, in order, also for graphs that came from a cache."""
+    note_cache_hits()
+    with _lock:
+        return list(_reports)
+
+
+def clear_reports() -> None:
+    """Forget all reports of this process."""
+    note_cache_hits()
+    with _lock:
+        _reports.clear()
+
+
+def add(report: Report) -> None:
+    """Keep the report of one pass: for the compilation that :func:`collect` surrounds, else for the process."""
+    if _collector.stack:
+        _collector.stack[-1].append(report)
+        return
+    with _lock:
+        _reports.append(report)
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[Report]]:
+    """Gather the reports of one compilation (nested regions give several) instead of keeping each for the process."""
+    if _collector.stack is None:
+        _collector.stack = []
+    gathered: list[Report] = []
+    _collector.stack.append(gathered)
+    try:
+        yield gathered
+    finally:
+        _collector.stack.pop()
+
+
+def collecting() -> bool:
+    """True inside :func:`collect`, on this thread."""
+    return bool(_collector.stack)
+
+
+def add_cacheable(report: Report) -> None:
+    """Keep a report so that it comes back when Inductor finds the graph in its cache."""
+    text = report.to_json()
+    key = _PREFIX + hashlib.sha256(text.encode()).hexdigest()[:24]
+    try:
+        _write(_path(key), text)
+    except OSError as error:
+        log.debug("report is not stored beside Inductor's cache: %s", error)
+    with _lock:
+        note_cache_hits()
+        _seen[key] += 1
+        compat.counters()["inductor"][key] += 1
+        _reports.append(report)
+
+
+def note_cache_hits() -> None:
+    """Fetch the reports of graphs that Inductor has taken from its cache since the last time.
+
+    Called by the hook for every graph, so that counters which the user clears in between are followed.
+    """
+    with _lock:
+        now = {key: count for key, count in compat.counters()["inductor"].items() if key.startswith(_PREFIX)}
+        for key, count in now.items():
+            _reports.extend(_read(key) for _ in range(count - _seen[key]))
+        _seen.clear()
+        _seen.update(now)
+
+
+def _read(key: str) -> Report:
+    try:
+        report = Report.from_dict(json.loads(_path(key).read_text()))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return Report(notes=[f"compiled graph came from a cache, its report was not found ({error})"])
+    report.notes.append("compiled graph came from a cache")
+    return report
+
+
+def _path(key: str) -> Path:
+    return Path(compat.cache_dir()) / "fusion_pass" / f"{key}.json"
+
+
+def _write(path: Path, text: str) -> None:
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may write the same report: an atomic rename leaves one whole file.
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    os.replace(temporary, path)

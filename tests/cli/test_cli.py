@@ -1,0 +1,122 @@
+"""The command line as a user runs it, from the root of the checkout: output, streams, exit codes."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusion_pass import FusedChain, Report
+from fusion_pass.cli.demo import BF16_ROLES, FP8_ROLES, Phase
+from fusion_pass.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments, timeout=600, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "fusion_pass", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "NO_COLOR": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def test_version_and_usage_errors():
+    from fusion_pass import __version__
+
+    assert run("--version").stdout.strip() == f"fusion_pass {__version__}"
+    assert run().returncode == 2
+    unknown = run("doctor", "--nonsense")
+    assert unknown.returncode == 2 and "--nonsense" in unknown.stderr
+
+
+def test_doctor():
+    text = run("doctor", FUSION_PASS_KV_SPLIT="4")
+    assert text.returncode == 0, text.stderr
+    assert "all self-tests passed" in text.stdout and "FUSION_PASS_KV_SPLIT: 4" in text.stdout
+    values = json.loads(run("doctor", "--json").stdout)
+    assert values["success"] and values["backend"] == "registered" and values["packages"]["torch"]
+
+
+def test_explain_target(tmp_path, capsys):
+    (tmp_path / "model.py").write_text(
+        "import torch\n"
+        "def small():\n    return torch.nn.Linear(4, 4), (torch.randn(2, 4),)\n"
+        "def keyword():\n    return torch.nn.Linear(4, 4), (), {'input': torch.randn(2, 4)}\n"
+        "def wrong():\n    return torch.nn.Linear(4, 4)\n"
+    )
+    file = tmp_path / "model.py"
+    assert main(["explain", f"{file}:small", "--json"]) == 1, "an ordinary linear: nothing to fuse"
+    values = json.loads(capsys.readouterr().out)
+    assert values["graphs"] == 1 and not values["fused"] and not values["near_misses"]
+    assert main(["explain", f"{file}:keyword"]) == 1 and "0 fused" in capsys.readouterr().out
+    for target, message in [
+        (f"{file}:wrong", "should return (model, args)"),
+        (f"{file}:absent", "has no function 'absent'"),
+        (f"{tmp_path / 'absent.py'}:f", "no file"),
+        ("absent_module:f", "cannot import absent_module"),
+        ("model", "expected MODULE:FUNCTION"),
+    ]:
+        assert main(["explain", target]) == 2
+        streams = capsys.readouterr()
+        assert message in streams.err and not streams.out
+
+
+def test_explain_module_in_the_current_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a_model.py").write_text("import torch\ndef f():\n    return torch.relu, (torch.ones(2),)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["explain", "a_model:f", "--dynamic"]) == 1 and "1 graph" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_demo(form):
+    pytest.importorskip("transformers.models.deepseek_v4")
+    result = run("demo", "--form", form, "--device", "cpu", "--steps", "1", "--json")
+    values = json.loads(result.stdout)
+    assert result.returncode == 0 and values["success"], values["complaints"]
+    assert [phase["name"] for phase in values["forms"][form]] == ["prefill", "decode 1"]
+    roles = FP8_ROLES if form == "fp8" else BF16_ROLES
+    for phase in values["forms"][form]:
+        assert [tuple(chain["roles"]) for chain in phase["report"]["fused"]] == [roles] * 3
+        assert not phase["report"]["near_misses"] and not phase["report"]["gated"]
+    assert "compiling with fusion_pass" in result.stderr
+
+
+def test_demo_fails_when_nothing_is_fused():
+    pytest.importorskip("transformers.models.deepseek_v4")
+    result = run("demo", "--form", "bf16", "--device", "cpu", "--steps", "1", FUSION_PASS_DISABLE="1")
+    assert result.returncode == 1
+    assert "FAILURE" in result.stdout and "0 of 3 attention layers fused" in result.stdout
+    assert "disabled" in result.stdout
+
+
+def phase(roles, eager, compiled):
+    chain = FusedChain(roles=roles, op="x")
+    return Phase("prefill", Report(fused=[chain] * 3), {"eager": eager, "compiled": compiled}, {}, {}, 1.0, 0.0)
+
+
+def test_demo_judges():
+    assert phase(BF16_ROLES, 1e-2, 1e-2).complaints(3, BF16_ROLES) == []
+    assert "float32 is 2.00e-01" in phase(BF16_ROLES, 1e-2, 2e-1).complaints(3, BF16_ROLES)[0]
+    assert phase(BF16_ROLES, 1e-2, float("nan")).complaints(3, BF16_ROLES), "NaN is no agreement"
+    assert "0 of 3" in phase(BF16_ROLES, 1e-2, 1e-2).complaints(3, FP8_ROLES)[0]
+    assert "3 of 4" in phase(BF16_ROLES, 1e-2, 1e-2).complaints(4, BF16_ROLES)[0]
+
+
+def test_bench_passes_its_arguments_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path or ".").resolve() != ROOT])
+    monkeypatch.delitem(sys.modules, "benchmarks", raising=False)
+    assert main(["bench", "chain"]) == 2 and "source checkout" in capsys.readouterr().err
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "benchmarks" / "__main__.py").write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    importlib.invalidate_caches()
+    assert main(["bench", "chain", "--quick"]) == 3 and "['chain', '--quick']" in capsys.readouterr().out
