@@ -19,13 +19,13 @@ LIST_BYTES = 64 << 20  # of temporary key lists of a dense mask
 _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if LIST_BYTES allows
 
 # Launch parameters per epilogue, measured on H200 (python -m benchmarks attention --variants regenerates the table):
-# matrix products left in flight when the other warpgroup's turn is signalled, L2 prefetch, registers of the two worker
+# matrix products left in flight when the other warpgroup's turn is signalled, registers of the two worker
 # partitions (the default partition gets 504 - both).
 TUNING = {
-    "plain": {"OUTSTANDING": 3, "PREFETCH": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "rope": {"OUTSTANDING": 3, "PREFETCH": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "quant": {"OUTSTANDING": 1, "PREFETCH": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "partial": {"OUTSTANDING": 3, "PREFETCH": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "plain": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "rope": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "quant": {"OUTSTANDING": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "partial": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
 }
 
 
@@ -54,6 +54,21 @@ class Epilogue:
     packed: bool = False
 
 
+def hopper_reason(device: torch.device) -> str | None:
+    """Why the Hopper kernels cannot run on `device` with the installed Triton, or None."""
+    if device.type != "cuda":
+        return f"device {device.type}"
+    if torch.version.hip is not None:
+        return "ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}; the kernel is written for 9.0"
+    version = _triton_version()
+    if version not in TESTED_TRITON:
+        return f"triton {'.'.join(map(str, version)) or 'missing'}; tested with 3.6"
+    return None
+
+
 def unsupported_reason(
     q: Tensor,
     kv: Tensor,
@@ -67,16 +82,8 @@ def unsupported_reason(
 
     q: [.., H, 512]; kv, extra_kv: [.., N, 512]; half: columns of the rope tables (0 = no rotation).
     """
-    if q.device.type != "cuda":
-        return f"device {q.device.type}"
-    if torch.version.hip is not None:
-        return "ROCm"
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}; the kernel is written for 9.0"
-    version = _triton_version()
-    if version not in TESTED_TRITON:
-        return f"triton {'.'.join(map(str, version)) or 'missing'}; tested with 3.6"
+    if reason := hopper_reason(q.device):
+        return reason
     if q.dtype != torch.bfloat16:
         return f"dtype {q.dtype}; bfloat16 only"
     if q.shape[-1] != HEAD_DIM:
@@ -232,6 +239,8 @@ def _launch(
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
         PACKED=packed,
+        BATCHED=batches > 1,
+        ROPE_SHARED=rope and epilogue.cos.shape[0] != total,
         num_warps=4,
         **(TUNING[epilogue.kind] | (tuning or {})),
     )

@@ -48,11 +48,12 @@ class Output:
     POWER_OF_TWO: gl.constexpr  # UE8M0 rule
     PACKED: gl.constexpr  # exponents packed in int32 words
     HAS_SINK: gl.constexpr
+    ROPE_SHARED: gl.constexpr  # several sequences use one table
 
     @gluon.constexpr_function
     def __init__(
         self, out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
-        HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK,
+        HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     ):  # fmt: skip
         self.out = out
         self.scales = scales
@@ -72,6 +73,7 @@ class Output:
         self.POWER_OF_TWO = gl.constexpr(POWER_OF_TWO)
         self.PACKED = gl.constexpr(PACKED)
         self.HAS_SINK = gl.constexpr(HAS_SINK)
+        self.ROPE_SHARED = gl.constexpr(ROPE_SHARED)
 
     @gluon.jit
     def row_offset(self, head, token, split):
@@ -103,7 +105,9 @@ class Output:
         """Inverse RoPE on the last 2 * HALF columns of a head, given its last chunk x[64, 128]."""
         even, odd = gl.split(gl.reshape(x, [TILE, COLUMNS // 2, 2]))
         pair = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, even.type.layout)) - (COLUMNS // 2 - self.HALF)
-        row = (token % self.rope_period) * self.HALF
+        row = token * self.HALF
+        if self.ROPE_SHARED:
+            row = (token % self.rope_period) * self.HALF
         cos = gl.load(self.cos + row + pair, mask=pair >= 0, other=1.0).to(gl.float32)
         sin = gl.load(self.sin + row + pair, mask=pair >= 0, other=0.0).to(gl.float32)
         cos = gl.expand_dims(cos, 0)

@@ -30,7 +30,9 @@ from .attention_epilogue import Output
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
+    EPILOGUE_PARTIAL,
     HEAD_DIM,
+    LOG2E,
     MASKED_SCORE,
     OUTPUT,
     PROBABILITIES,
@@ -42,19 +44,20 @@ from .hopper import (
     exp2_approx,
     per_row,
     pin,
-    prefetch_row_l2,
 )
 
 
 @gluon.jit
-def softmax_step(s, term, maximum, scale, HAS_BIAS: gl.constexpr):
+def softmax_step(keys, s, index, bias, tile, count0, maximum, scale):
     """(new running maximum in log2 units, probabilities) of one tile's scores s[64 heads, 64 keys]."""
-    if HAS_BIAS:
+    valid = keys.valid(index, tile, count0)
+    if keys.HAS_BIAS:
+        term = gl.where(valid, gl.maximum(bias.to(gl.float32) * LOG2E, MASKED_SCORE), MASKED_SCORE)
         s = s * scale + gl.expand_dims(term, 0)
         new = gl.maximum(maximum, gl.max(s, 1))
         p = exp2_approx(s - gl.expand_dims(new, 1))
     else:
-        s = gl.where(gl.expand_dims(term, 0), s, MASKED_SCORE)
+        s = gl.where(gl.expand_dims(valid, 0), s, MASKED_SCORE)
         new = gl.maximum(maximum, gl.max(s, 1) * scale)
         p = exp2_approx(s * scale - gl.expand_dims(new, 1))
     return new, p
@@ -73,11 +76,13 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
 
 
 @gluon.jit
-def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr):
+def left_pair(
+    sh, keys, j, parity, s, index, bias, m, l, oa, ob, where, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr
+):
     """One pair of tiles for consumer_left: enters with its scores complete and unless LAST leaves with the next."""
     list_row, first, count0, count1 = where
     z = j >> 30
-    m0, p = softmax_step(s, term, m, scale, keys.HAS_BIAS)
+    m0, p = softmax_step(keys, s, index, bias, 2 * j, count0, m, scale)
     rescale = exp2_approx(m - m0)
     pb = p.to(gl.bfloat16)
     sh.p[0].index(0).store(pb)
@@ -91,8 +96,6 @@ def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl
     ta = warpgroup_mma(operand, sh.k[0].index(z), oa, is_async=True)
     ob = ob * factor
     tb = warpgroup_mma(operand, sh.k[1].index(z), ob, is_async=True)
-    if not LAST:
-        term = keys.score_term(2 * j + 2, list_row, first, count0, count1)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[0])
     # the other tile
@@ -110,6 +113,7 @@ def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[4])
     if not LAST:
+        index, bias = keys.load_terms(2 * j + 2, list_row, first, count0, count1)
         t = gl.zeros([TILE, TILE], gl.float32, SCORES)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 0)
         ob = warpgroup_mma_wait(1, deps=[tb])
@@ -124,7 +128,7 @@ def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl
     else:
         ob = warpgroup_mma_wait(0, deps=[tb])
         mbarrier.arrive(sh.empty[5])
-    return s, term, m, l, oa, ob
+    return s, index, bias, m, l, oa, ob
 
 
 @gluon.jit
@@ -144,7 +148,7 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         l = gl.zeros([TILE], gl.float32, ROWS)
         oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
         ob = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
-        term = keys.score_term(2 * low, list_row, first, count0, count1)
+        index, bias = keys.load_terms(2 * low, list_row, first, count0, count1)
         mbarrier.wait(sh.q_full, turn & 1)
         t = gl.zeros([TILE, TILE], gl.float32, SCORES)
         t = scores_chunk(sh, t, z, parity, 0, 0)
@@ -155,14 +159,14 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         s = warpgroup_mma_wait(0, deps=[t])
         for j in range(low, high - 1):
             parity = (done + j - low) & 1
-            s, term, m, l, oa, ob = left_pair(
-                sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, False, OUTSTANDING
+            s, index, bias, m, l, oa, ob = left_pair(
+                sh, keys, j, parity, s, index, bias, m, l, oa, ob, where, scale, False, OUTSTANDING
             )
         # the last pair is peeled: it starts no further scores, and q is free
         mbarrier.arrive(sh.q_empty)
         parity = (done + high - 1 - low) & 1
-        s, term, m, l, oa, ob = left_pair(
-            sh, keys, high - 1, parity, s, term, m, l, oa, ob, where, scale, True, OUTSTANDING
+        s, index, bias, m, l, oa, ob = left_pair(
+            sh, keys, high - 1, parity, s, index, bias, m, l, oa, ob, where, scale, True, OUTSTANDING
         )
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
@@ -191,7 +195,7 @@ def consumer_right(sh, keys, jobs, output, scale):
         for j in range(low, high):
             z = j >> 30
             parity = (done + j - low) & 1
-            term = keys.score_term(2 * j + 1, list_row, first, count0, count1)
+            index, bias = keys.load_terms(2 * j + 1, list_row, first, count0, count1)
             mbarrier.wait(sh.q_full, turn & 1)
             mbarrier.wait(sh.turn, parity)
             t = gl.zeros([TILE, TILE], gl.float32, SCORES)
@@ -210,7 +214,7 @@ def consumer_right(sh, keys, jobs, output, scale):
             tb = warpgroup_mma(sh.p[0].index(z), sh.k[3].index(z), ob, is_async=True)
             s = warpgroup_mma_wait(2, deps=[t])
             mbarrier.arrive(sh.q_empty, pred=j + 1 == high)
-            m, p = softmax_step(s, term, m0, scale, keys.HAS_BIAS)
+            m, p = softmax_step(keys, s, index, bias, 2 * j + 1, count0, m0, scale)
             rescale = exp2_approx(m0 - m)
             pb = p.to(gl.bfloat16)
             mbarrier.wait(sh.empty[5], parity ^ 1)  # the other warpgroup has read the last pair's probabilities
@@ -256,17 +260,7 @@ def gather_chunk(sh, pointers, valid, parity, TILE_OF_PAIR: gl.constexpr, CHUNK:
 
 
 @gluon.jit
-def prefetch_pair(keys, j, where):
-    """Ask L2 for the 128 rows of pair j; pairs past the end have no valid keys and fetch row 0."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    list_row, first, count0, count1 = where
-    lane = gl.arange(0, 2 * TILE, LANES)
-    base, stride, row = keys.tile(2 * j + lane // TILE, lane % TILE, list_row, first, count0, count1)
-    prefetch_row_l2(base + gl.maximum(row, 0).to(gl.int64) * stride * 8)
-
-
-@gluon.jit
-def producer(sh, keys, jobs, q, q_strides, PREFETCH: gl.constexpr):
+def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WIDE))
@@ -278,12 +272,15 @@ def producer(sh, keys, jobs, q, q_strides, PREFETCH: gl.constexpr):
         block, split, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
-        where = (list_row, first, count0, count1)
-        base, stride, row = keys.tile(2 * low, lane, list_row, first, count0, count1)
-        batch = token // keys.queries
+        index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
         head = block * TILE + lane
-        q_row = batch.to(gl.int64) * batch_stride + (token % keys.queries).to(gl.int64) * token_stride
-        q_row = (q_row + head.to(gl.int64) * head_stride) * 8
+        q_row = head.to(gl.int64) * head_stride
+        if BATCHED:
+            batch = token // keys.queries
+            q_row += batch.to(gl.int64) * batch_stride + (token - batch * keys.queries).to(gl.int64) * token_stride
+        else:
+            q_row += token.to(gl.int64) * token_stride
+        q_row *= 8
         q_pointers = q + gl.expand_dims(q_row, 1) + column
         in_heads = gl.expand_dims(head < jobs.HEADS, 1)
         mbarrier.wait(sh.q_empty, (turn & 1) ^ 1)
@@ -295,21 +292,17 @@ def producer(sh, keys, jobs, q, q_strides, PREFETCH: gl.constexpr):
                     sh.q[chunk].index(0), q_pointers + COLUMNS * chunk, mask=in_heads
                 )
         async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
-        if PREFETCH:
-            prefetch_pair(keys, low + 1, where)
         for j in range(low, high):
             parity = (done & 1) ^ 1
             for half in gl.static_range(2):
-                offset = gl.maximum(row, 0).to(gl.int64) * stride * 8
-                pointers = base + gl.expand_dims(offset, 1) + column
-                mask = gl.expand_dims(row >= 0, 1)
-                base, stride, row = keys.tile(2 * j + half + 1, lane, list_row, first, count0, count1)
+                valid = keys.valid(index, 2 * j + half, count0)
+                pointers = gl.expand_dims(keys.locate(index, valid, 2 * j + half, count0), 1) + column
+                mask = gl.expand_dims(valid, 1)
+                index = keys.load_tile(2 * j + half + 1, lane, list_row, first, count0, count1)
                 gather_chunk(sh, pointers, mask, parity, half, 0)
                 gather_chunk(sh, pointers, mask, parity, half, 2)
                 gather_chunk(sh, pointers, mask, parity, half, 1)
                 gather_chunk(sh, pointers, mask, parity, half, 3)
-            if PREFETCH:
-                prefetch_pair(keys, j + 2, where)
             done += 1
         turn += 1
 
@@ -329,7 +322,7 @@ def attention_kernel(
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, EPILOGUE: gl.constexpr, BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-    PACKED: gl.constexpr, PREFETCH: gl.constexpr, OUTSTANDING: gl.constexpr,
+    PACKED: gl.constexpr, BATCHED: gl.constexpr, ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
@@ -337,10 +330,10 @@ def attention_kernel(
         kv0, kv1, stride0, stride1, rows0, rows1, index0, index1, index_stride0, index_stride1, width0, width1,
         length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
     )  # fmt: skip
-    jobs = Jobs(jobs_count, tokens, token0, splits, HEADS)
+    jobs = Jobs(jobs_count, tokens, token0, splits, HEADS, EPILOGUE == EPILOGUE_PARTIAL)
     output = Output(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
-        HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK,
+        HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
     sh = allocate_shared()
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
@@ -348,7 +341,7 @@ def attention_kernel(
         [
             (consumer_right, (sh, keys, jobs, output, scale)),
             (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-            (producer, (sh, keys, jobs, q, q_strides, PREFETCH)),
+            (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

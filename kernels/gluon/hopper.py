@@ -54,19 +54,6 @@ def pin(x):
 
 
 @gluon.jit
-def prefetch_row_l2(pointers):
-    """Ask the L2 cache for the 1024-byte row at each pointer."""
-    return gl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def per_row(x):
     """[64] in the scores' row layout -> [64, 1] in the output's: both hold a row in the same threads."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, OUTPUT)), 1)
@@ -154,21 +141,19 @@ class Keys:
         return first, count0, count1
 
     @gluon.jit
-    def tile(self, tile, lane, list_row, first, count0, count1):
-        """Rows of one tile's keys: (pointer to the pool, row stride / 8, row per lane; negative: invalid).
+    def load_tile(self, tile, lane, list_row, first, count0, count1):
+        """Indices of one tile's keys per lane, as they are in the list: :meth:`locate` and :meth:`valid` read them.
 
-        `lane`: 0..63 in any layout. Tiles of the second pool follow those of the first.
+        `lane`: 0..63 in any layout. Tiles of the second pool follow those of the first. The split in two matters: the
+        caller starts this load early, and nothing but waiting for it may stand between it and other work.
         """
-        base = self.kv0
-        stride = self.stride0
         if self.FORM == KEYS_RANGE:
             column = tile * TILE + lane
-            row = gl.where(column < count0, first + column, -1)
+            index = gl.where(column < count0, first + column, -1)
         elif self.POOLS == 1:
             column = tile * TILE + lane
             pointer = self.index0 + list_row.to(gl.int64) * self.index_stride0 * 2 + column
-            row = gl.load(pointer, mask=column < count0, other=-1)
-            row = gl.where(row < self.rows0, row, -1).to(gl.int32)
+            index = gl.load(pointer, mask=column < count0, other=-1)
         else:
             tiles0 = gl.cdiv(count0, TILE)
             second = tile >= tiles0
@@ -176,25 +161,49 @@ class Keys:
             offset0 = list_row.to(gl.int64) * self.index_stride0 * 2
             offset1 = list_row.to(gl.int64) * self.index_stride1 * 2
             pointer = gl.where(second, self.index1 + offset1, self.index0 + offset0) + column
-            row = gl.load(pointer, mask=column < gl.where(second, count1, count0), other=-1)
-            row = gl.where(row < gl.where(second, self.rows1, self.rows0), row, -1).to(gl.int32)
-            base = gl.where(second, self.kv1, self.kv0)
-            stride = gl.where(second, self.stride1, self.stride0)
-        return base, stride, row
+            index = gl.load(pointer, mask=column < gl.where(second, count1, count0), other=-1)
+        return index
 
     @gluon.jit
-    def score_term(self, tile, list_row, first, count0, count1):
-        """What the softmax needs per key of a tile: its validity, or with HAS_BIAS the additive score in log2 units."""
-        lane = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-        base, stride, row = self.tile(tile, lane, list_row, first, count0, count1)
-        valid = row >= 0
-        if self.HAS_BIAS:
-            pointer = self.bias + list_row.to(gl.int64) * self.index_stride0 * 2 + tile * TILE + lane
-            bias = gl.load(pointer, mask=valid, other=0.0).to(gl.float32) * LOG2E
-            term = gl.where(valid, gl.maximum(bias, MASKED_SCORE), MASKED_SCORE)
+    def valid(self, index, tile, count0):
+        """Whether each of a tile's indices points into its pool."""
+        rows = self.rows0
+        if self.POOLS == 2:
+            rows = gl.where(tile >= gl.cdiv(count0, TILE), self.rows1, self.rows0)
+        if self.FORM == KEYS_RANGE:
+            valid = index >= 0
         else:
-            term = valid
-        return term
+            valid = (index >= 0) & (index < rows)
+        return valid
+
+    @gluon.jit
+    def locate(self, index, valid, tile, count0):
+        """Pointers to the rows of a tile's keys; those of invalid keys point to row 0."""
+        base = self.kv0
+        stride = self.stride0
+        if self.POOLS == 2:
+            second = tile >= gl.cdiv(count0, TILE)
+            base = gl.where(second, self.kv1, self.kv0)
+            stride = gl.where(second, self.stride1, self.stride0)
+        return base + gl.where(valid, index, 0).to(gl.int64) * stride * 8
+
+    @gluon.jit
+    def load_bias(self, tile, list_row, count0):
+        """Additive scores of a tile's keys, as they are in the list."""
+        lane = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        column = tile * TILE + lane
+        pointer = self.bias + list_row.to(gl.int64) * self.index_stride0 * 2 + column
+        return gl.load(pointer, mask=column < count0, other=0.0)
+
+    @gluon.jit
+    def load_terms(self, tile, list_row, first, count0, count1):
+        """Start loading what the softmax needs per key of a tile: its index, and its additive score if there is one."""
+        lane = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        index = self.load_tile(tile, lane, list_row, first, count0, count1)
+        bias = index
+        if self.HAS_BIAS:
+            bias = self.load_bias(tile, list_row, count0)
+        return index, bias
 
 
 @aggregate
@@ -206,30 +215,38 @@ class Jobs:
     token0: gl.tensor  # first of them in q and in the outputs; index lists start at row 0
     splits: gl.tensor
     HEADS: gl.constexpr
+    SPLIT: gl.constexpr  # whether jobs are shares of a token's keys
 
     @gluon.constexpr_function
-    def __init__(self, count, tokens, token0, splits, HEADS):
+    def __init__(self, count, tokens, token0, splits, HEADS, SPLIT):
         self.count = count
         self.tokens = tokens
         self.token0 = token0
         self.splits = splits
         self.HEADS = gl.constexpr(HEADS)
+        self.SPLIT = gl.constexpr(SPLIT)
 
     @gluon.jit
     def place(self, job):
         """(head block, split, row of the index list, token) of a job."""
         blocks: gl.constexpr = (self.HEADS + TILE - 1) // TILE
-        rest = job // blocks
-        list_row = rest % self.tokens
-        return job % blocks, rest // self.tokens, list_row, self.token0 + list_row
+        list_row = job // blocks
+        split = job * 0
+        if self.SPLIT:  # runtime divisions are slow: none without need
+            split = list_row // self.tokens
+            list_row -= split * self.tokens
+        return job % blocks, split, list_row, self.token0 + list_row
 
     @gluon.jit
     def pairs(self, split, count0, count1):
         """Pairs of tiles [low, high) that a job works on; at least one, so that every job writes its output."""
         tiles = gl.cdiv(count0, TILE) + gl.cdiv(count1, TILE)
         pairs = gl.cdiv(tiles, 2)
-        share = gl.maximum(gl.cdiv(pairs, self.splits), 1)
-        low = split * share
+        share = pairs
+        low = split
+        if self.SPLIT:
+            share = gl.maximum(gl.cdiv(pairs, self.splits), 1)
+            low = split * share
         high = gl.maximum(gl.minimum(pairs, low + share), low + 1)
         gl.assume(high > low)  # no zero-trip path: it would keep a second copy of the accumulators alive
         return low, high

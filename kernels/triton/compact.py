@@ -101,7 +101,7 @@ def compact_mask(
     indices = torch.empty((rows, keys), dtype=torch.int32, device=mask.device)
     counts = torch.empty((rows,), dtype=torch.int32, device=mask.device)
     boolean = mask.dtype == torch.bool
-    block = min(1024, max(16, triton.next_power_of_2(keys)))
+    block = 128 if keys <= 128 else 1024  # two sizes only: the number of compiled kernels stays bounded
     _compact_kernel[(rows,)](
         mask.view(torch.uint8) if boolean else mask,
         *mask.stride(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..ops.dispatch import Launcher, register_launcher
 from . import attention_launch as attention
+from . import bgemm
 from .attention_launch import Keys, Rope, rope_quant
 
 
@@ -102,3 +103,11 @@ _register("attention_gathered", _refuses_gathered, _launch_gathered)
 _register("attention_gathered_rope", _refuses_gathered_rope, _launch_gathered_rope)
 _register("attention_gathered_rope_quant", _refuses_gathered_quant, _launch_gathered_quant)
 _register("attention_partials", _refuses_partials, _launch_partials)
+
+
+# Grouped FP8 product.
+def _launch_bgemm(outs, codes, scales, weight, weight_scales, block, weight_block, out_dtype):
+    bgemm.fp8_bgemm(outs[0], codes, scales, weight, weight_scales, block, weight_block)
+
+
+_register("fp8_bgemm", bgemm.refuses, _launch_bgemm)

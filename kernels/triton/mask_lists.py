@@ -105,7 +105,7 @@ def visible_key_lists(
         view.stride(1),
         view.stride(2),
         index.stride(0),
-        causal,
+        int(causal),
         window,
         int(kv_batches > 1),
         threshold,

@@ -4,7 +4,7 @@ empty rows, NaN in unused rows, splits, tiles of every size, poisoned outputs.""
 
 import pytest
 import torch
-from cases import Maker, dense_formula, gathered_formula, relative_error, rope_formula
+from op_cases import Maker, dense_formula, gathered_formula, relative_error, rope_formula
 
 pytest.importorskip("triton")
 
