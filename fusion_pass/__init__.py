@@ -15,6 +15,7 @@ _install_finder()
 # The finder has to stand before anything imports the sub-packages; and functions whose name is also that of a module
 # (rewrite, explain) have to be bound after the module.
 # ruff: noqa: E402, I001
+from .kernels import ops as _ops  # noqa: F401  (registers torch.ops.fusion_pass.*)
 from . import rewrite as _rewrite_module  # noqa: F401
 from .backend import register as _register
 from .config import Config

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from .elements.layouts import Axis, Builder
-from .elements.moves import PLAIN_MOVES, is_float_cast
+from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
 from .legality import live_nodes, mutated_input
 from .recognise.attention_emit import AttentionOperands, MergeOperands, batch_axes
@@ -90,7 +90,7 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
                 continue
             if user.op == "output":
                 return user
-            if user.target in PLAIN_MOVES or is_float_cast(user) or (
+            if is_move(user) or is_float_cast(user) or (
                     chain.quantisation is not None and user.target is aten.view.dtype):
                 stack.append(user)
             elif user.target is aten._scaled_mm.default and chain.quantisation is not None:
@@ -124,7 +124,8 @@ class ChainWriter:
 
     def __init__(self, chain: Chain, graph: fx.Graph, sizes: Sizes):
         self.chain = chain
-        self.builder = Builder(graph, sizes, chain.rotation.node)
+        # The scales are computed before the codes; everything new stands before both.
+        self.builder = Builder(graph, sizes, _scale_node(chain) or chain.rotation.node)
 
     # ------------------------------------------------------------------------------------------------ operands
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .config import Config
 from .elements.sizes import Sizes
@@ -30,7 +31,8 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
     """
     started = time.perf_counter()
     report = Report(nodes=len(gm.graph.nodes))
-    with torch.no_grad(), _no_guards(gm):
+    # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
+    with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
         context = Context.of(gm)
         sizes = context.sizes[0]
         findings = ChainFinder(context, sizes).find()

@@ -54,9 +54,6 @@ CASTS = {aten._to_copy.default, prims.convert_element_type.default, aten.to.dtyp
          aten.to.dtype_layout, aten.type_as.default}
 
 
-PLAIN_MOVES = SAME_ORDER | STRIDED | EXPANDING
-
-
 def unravel(index: torch.Tensor, shape: tuple[int, ...]) -> list[torch.Tensor]:
     """Row-major index -> one coordinate vector per dimension."""
     coordinates = []
@@ -332,3 +329,10 @@ _RULES = {
     aten.full.default: _filled(1), aten.full_like.default: _filled(1), aten.new_full.default: _filled(2),
     aten.scalar_tensor.default: _filled(0), aten.fill.Scalar: _filled(1),
 }
+
+
+def is_move(node: fx.Node) -> bool:
+    """Does ``node`` only move elements (judged by its operator; casts apart)?"""
+    target = node.target
+    return node.op == "call_function" and (
+        target in SAME_ORDER or target in STRIDED or target in EXPANDING or target in SPLITTING or target in _RULES)

@@ -1,8 +1,8 @@
 """Anchors: contractions whose operand may be a rotated attention output.
 
 Most contractions of most graphs are ruled out by looking at operator names along one chain of inputs: behind the
-operand of the grouped projection stands, after moves and quantisation only, an operator that joins changed and unchanged
-channels (cat, a write into a slice, a stack, a pad). No element is evaluated here.
+operand of the grouped projection stands, after moves and quantisation only, an operator that joins changed and
+unchanged channels (cat, a write into a slice, a stack, a pad). No element is evaluated here.
 """
 
 from __future__ import annotations

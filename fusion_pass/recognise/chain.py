@@ -86,7 +86,7 @@ class ChainFinder:
         findings = Findings()
         by_source: dict[fx.Node, list[tuple[Anchor, list[_Candidate]]]] = {}
         for anchor in find_anchors(self.context.module.graph, self.sizes):
-            candidates = list(self._candidates_of(anchor))
+            candidates = self._best_candidate(anchor)
             if candidates:
                 by_source.setdefault(candidates[0].structure.source, []).append((anchor, candidates))
         for group in by_source.values():
@@ -97,6 +97,15 @@ class ChainFinder:
                     findings.refused.append(found)
         findings.visits = self.follower.visits + self.cones.visits
         return findings
+
+    def _best_candidate(self, anchor: Anchor) -> list[_Candidate]:
+        """The nearest node that holds a proven rotation, else the nearest that holds partly changed heads."""
+        first = None
+        for candidate in self._candidates_of(anchor):
+            if isinstance(candidate.rotation, Rotation):
+                return [candidate]
+            first = first or candidate
+        return [first] if first is not None else []
 
     def _candidates_of(self, anchor: Anchor) -> Iterator[_Candidate]:
         """Nodes on the operand's way back that hold partly changed heads, nearest to the contraction first."""
@@ -128,8 +137,8 @@ class ChainFinder:
         """One contraction: the node nearest to it. Several readers of one output: the node they all come from."""
         if len(group) == 1:
             anchor, candidates = group[0]
-            good = [c for c in candidates if isinstance(c.rotation, Rotation)]
-            return [((good or candidates)[0], [anchor])]
+            return [(candidates[0], [anchor])]
+        group = [(anchor, list(self._candidates_of(anchor))) for anchor, _ in group]
         shared = [c for c in group[0][1] if all(c in candidates for _, candidates in group[1:])]
         good = [c for c in shared if isinstance(c.rotation, Rotation)]
         if good or shared:
@@ -143,11 +152,10 @@ class ChainFinder:
             match = self._attention(self._plain_axes(candidate.structure), candidate.structure.source)
             return Refused(rotation.role, rotation.reason, rotation.node, silent=match is None)
         path = QuantPath(self.sizes, self.cones)
-        grouping = recognise_grouping(rotation, anchors[0], self.sizes, self.follower, path)
+        grouping = recognise_grouping(rotation, anchors, self.sizes, self.follower, path)
         if isinstance(grouping, Refused):
             return grouping
-        read = sum(self.sizes.numel(a.operand) for a in anchors)
-        if len(anchors) > 1 and read > self.sizes.numel(rotation.node):
+        if self._overlap(rotation, anchors):
             return Refused("bgemm", "the rotated output is read by more than the grouped projection: "
                            + ", ".join(a.node.name for a in anchors), anchors[-1].node)
         chain = Chain(anchors, rotation, grouping)
@@ -161,6 +169,20 @@ class ChainFinder:
                 chain.weight = recognise_fp8_weight(anchors[0].contraction, grouping.groups, self.sizes,
                                                     self.follower)
         return self.with_attention(chain)
+
+    def _overlap(self, rotation: Rotation, anchors: list[Anchor]) -> bool:
+        """Do two of the contractions read the same elements of the rotated output? (Loops over groups, blocks or tokens
+        do not; a second consumer does.)"""
+        if len(anchors) == 1:
+            return False
+        rows = []
+        for anchor in anchors:
+            lanes = anchor.contraction.indices(torch.zeros(1, dtype=torch.int64))[0][0]
+            trace = self.follower.follow(anchor.operand, lanes, stop=frozenset([rotation.node]),
+                                         through=QuantPath(self.sizes, self.cones))
+            rows.extend(o.index for o in trace.origins if o.node is rotation.node)
+        read = torch.cat(rows)
+        return len(torch.unique(read)) < len(read)
 
     def with_attention(self, chain: Chain) -> Chain:
         found = self._recognise_attention(chain.rotation.source, chain.output_axes)

@@ -10,7 +10,8 @@ import torch.fx as fx
 from ..elements.contractions import Contraction
 from ..elements.follow import Follower
 from ..elements.layouts import Axis, probe, radix
-from ..elements.moves import CASTS, Piece, broadcast_index
+from ..elements.moves import CASTS, Piece, broadcast_index, is_move
+from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
 from .anchors import Anchor
 from .quant_path import FP8, QuantPath, dtype_of, is_eight_bit_cast
@@ -40,20 +41,20 @@ class Grouping:
         return self.groups * self.heads_per_group
 
 
-def recognise_grouping(rotation: Rotation, anchor: Anchor, sizes: Sizes, follower: Follower,
+def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, follower: Follower,
                        path: QuantPath) -> Grouping | Refused:
     """Read from the contraction which heads one of its rows covers; they must be neighbours, and groups must follow
-    one another."""
+    one another. Contractions over parts of a head (one per quantisation block) are judged by what their sum reads."""
+    anchor = anchors[0]
     found = anchor.contraction
+    if found.extent % rotation.head_dim:
+        return _grouping_of_sum(rotation, anchors, sizes)
     lanes = found.indices(torch.zeros(1, dtype=torch.int64))[0][0]
     only = follower.follow(found.lhs, lanes, stop=frozenset([rotation.node]), through=path).only()
     node = anchor.node
     if only is None or only.node is not rotation.node:
         return Refused("bgemm", "the contraction runs over more than the rotated output", node)
     dim = rotation.head_dim
-    if found.extent % dim:
-        return Refused("bgemm", f"the contraction runs over {found.extent} elements, expected whole heads of {dim}",
-                       node)
     per_group = found.extent // dim
     heads = only.index[::dim]
     stride_here = int(heads[1] - heads[0]) if per_group > 1 else 0
@@ -92,6 +93,57 @@ def recognise_grouping(rotation: Rotation, anchor: Anchor, sizes: Sizes, followe
         return Grouping(_ordered(tokens), 1, per_group, inner.source, 0, inner.here)
     tokens = [a for a in rotation.axes if a is not inner and a is not outer]
     return Grouping(_ordered(tokens), outer.size, per_group, inner.source, outer.here, inner.here)
+
+
+def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes) -> Grouping | Refused:
+    """Which elements of the rotated output does one element of the finished projection read?"""
+    node, dim = anchors[0].node, rotation.head_dim
+    end = _finished_sum(node)
+    read: list[torch.Tensor] = []
+
+    def recording(index: torch.Tensor) -> torch.Tensor:
+        read.append(index)
+        return random_leaf(3)(index)
+
+    leaves: dict = {n: random_leaf(4 + i) for i, n in enumerate(node.graph.nodes)
+                    if n.op in ("placeholder", "get_attr")}
+    leaves[rotation.node] = recording
+    try:
+        Numeric(sizes, leaves).values(end, torch.zeros(1, dtype=torch.int64))
+    except Unevaluated as error:
+        return Refused("bgemm", f"the sum over parts of heads cannot be followed: {error}", node)
+    index = torch.unique(torch.cat(read)) if read else torch.zeros(0, dtype=torch.int64)
+    heads = index[::dim]
+    per_group = len(heads)
+    fixed = [a for a in rotation.axes if not a.is_token]
+    inner = min(fixed, key=lambda a: a.source, default=None)
+    if inner is None or not per_group or len(index) != per_group * dim or not bool(
+            (index == (torch.arange(per_group) * inner.here)[:, None].add(torch.arange(dim)).flatten()).all()):
+        return Refused("bgemm", f"the projection sums {len(index)} elements, expected the channels of neighbouring "
+                       f"heads of {dim}", node)
+    total = inner.size
+    tokens = [a for a in rotation.axes if a is not inner]
+    if total == per_group:
+        outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source), None)
+        if outer is not None:
+            tokens.remove(outer)
+            return Grouping(_ordered(tokens), outer.size, per_group, inner.source, outer.here, inner.here)
+    if total % per_group:
+        return Refused("bgemm", f"{total} heads do not split into groups of {per_group}", node)
+    return Grouping(_ordered(tokens), total // per_group, per_group, inner.source, inner.here * per_group, inner.here)
+
+
+def _finished_sum(node: fx.Node) -> fx.Node:
+    """Forward through sums, scalings, moves and casts, as long as there is one reader."""
+    while True:
+        users = [u for u in node.users if u.op == "call_function"]
+        if len(users) != 1 or len(node.users) != 1:
+            return node
+        user = users[0]
+        if not (is_move(user) or user.target in CASTS or user.target in (
+                aten.add.Tensor, aten.mul.Tensor, aten.sum.dim_IntList)):
+            return node
+        node = user
 
 
 def _ordered(axes: list[OuterAxis] | tuple[OuterAxis, ...]) -> tuple[OuterAxis, ...]:

@@ -208,8 +208,11 @@ def recognise_rotation(found: Structure, sizes: Sizes, follower: Follower,
     """Prove the changed channels of ``found`` to be the inverse rotation, and find its tables."""
     half = (found.head_dim - found.rope_start) // 2
     samples = _sample(found, sizes, follower, through, half)
-    for sample in samples:
-        refused = _check_pair(found, sizes, sample, half)
+    outer_at = torch.stack([s.outer for s in samples])
+    first = torch.tensor([found.rope_start + 2 * s.pair for s in samples])
+    addresses = torch.stack([found.source_index(outer_at, first), found.source_index(outer_at, first + 1)], 1).tolist()
+    for sample, at in zip(samples, addresses):
+        refused = _check_pair(found, sizes, sample, half, at)
         if refused is not None:
             return refused
     fitted = []
@@ -230,7 +233,9 @@ def _sample(found: Structure, sizes: Sizes, follower: Follower, through: Through
     outers = [torch.zeros(count, dtype=torch.int64)]
     for number, axis in enumerate(found.axes):
         for coordinate in sorted({1, axis.size // 2, axis.size - 1} - {0}):
-            outers.append(torch.nn.functional.one_hot(torch.tensor(number), count) * coordinate)
+            outer = torch.zeros(count, dtype=torch.int64)
+            outer[number] = coordinate
+            outers.append(outer)
     outers.extend(found.random_outer(3, seed=2))
     pairs = sorted({0, 1, half // 2, half - 1} & set(range(half)))
     samples = [_Sample(outer, pair, Poly({}), Poly({})) for outer in outers for pair in pairs]
@@ -249,10 +254,9 @@ def _sample(found: Structure, sizes: Sizes, follower: Follower, through: Through
     return samples
 
 
-def _check_pair(found: Structure, sizes: Sizes, sample: _Sample, half: int) -> Refused | None:
-    """Both lanes of one pair must be the inverse rotation; fills the sample's cos and sin atoms."""
-    even_channel = found.rope_start + 2 * sample.pair
-    at = found.source_index(sample.outer[None].repeat(2, 1), torch.tensor([even_channel, even_channel + 1])).tolist()
+def _check_pair(found: Structure, sizes: Sizes, sample: _Sample, half: int, at: list[int]) -> Refused | None:
+    """Both lanes of one pair must be the inverse rotation; fills the sample's cos and sin atoms. ``at``: the source
+    elements of the pair's two lanes."""
     even, odd = _split(sample.even, found.source), _split(sample.odd, found.source)
     if even is not None and odd is not None and set(even) == set(odd) == set(at):
         (cos, a), (sin, b) = even[at[0]], even[at[1]]
