@@ -221,6 +221,8 @@ def _print(
         out.print(str(phases[0].report), markup=False)
         for phase in phases[1:]:
             out.print(f"{phase.name}: {phase.report.summary()}", markup=False)
+            for note in phase.report.notes:
+                out.print(f"  note       {note}", markup=False)
         out.print(_table(form, phases, layers))
     out.print("Errors are of the logits, relative to a float32 run of the same weights.", markup=False)
     if device == "cpu":
