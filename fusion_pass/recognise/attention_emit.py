@@ -23,7 +23,7 @@ class AttentionOperands:
     kv: fx.Node
     mask: fx.Node | None
     sink: fx.Node | None
-    scale: float | fx.Node
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,18 @@ def emit_attention(match: AttentionMatch, builder: Builder) -> AttentionOperands
         mask = _emit_mask(match, writer)
         if mask is None:
             return None
-    return AttentionOperands(q, kv, mask, sink, match.scale)
+    scale = match.scale
+    if match.scale_node is not None:
+        # The op's scale is a number; what the tensor deviates from the usual 1/sqrt(D) goes into q. For a tensor that
+        # holds just that, the factor is 1 and q keeps its bits.
+        scale = match.axes.channels.size ** -0.5
+        factor = writer.take(match.scale_node)
+        if factor is None:
+            return None
+        factor = builder.call(aten.mul.Tensor, _convert(builder, factor, torch.float32), match.scale / scale)
+        wide = builder.call(aten.mul.Tensor, _convert(builder, q, torch.float32), factor)
+        q = _convert(builder, wide, dtype)
+    return AttentionOperands(q, kv, mask, sink, scale)
 
 
 # Added to all scores of a token whose sink is masked: the softmax over keys stays, the sink's share vanishes.

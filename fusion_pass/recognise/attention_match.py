@@ -95,8 +95,9 @@ class AttentionMatch:
 
     ``form``: "dense" (``q``, ``kv``, masks), or "partials" (only the merge is visible: ``partials``). ``gathered`` is
     set when a dense match may also be written with a pool and indices. ``sink`` has the axis (H); ``sink_gate`` (axes
-    of tokens) says for which tokens the sink counts, in the rare source that masks it. ``scale`` is a number, or a
-    node that computes one. ``interior``: the nodes that the replacement makes unnecessary unless others read them.
+    of tokens) says for which tokens the sink counts, in the rare source that masks it. ``scale`` is multiplied by the
+    single element ``scale_node`` when the source's scale is a tensor (Python floats are, under ``dynamic=True``).
+    ``interior``: the nodes that the replacement makes unnecessary unless others read them.
     ``casts``: the roundings inside.
     """
 
@@ -108,7 +109,8 @@ class AttentionMatch:
     kv: tuple[KeyPiece, ...] = ()
     sink: Operand | None = None
     sink_gate: tuple[Mask, ...] = ()
-    scale: float | fx.Node = 1.0
+    scale: float = 1.0
+    scale_node: Operand | None = None
     gathered: Gathered | None = None
     partials: Partials | None = None
     interior: frozenset[fx.Node] = frozenset()

@@ -1,0 +1,238 @@
+"""What attention computes an output, found by following its elements and proved by value.
+
+1. discovery: the output is a linear function, channel by channel, of one or more products of weights with value rows
+   (tiles, splits, branches); the weights are exponentials of query-key products of the very same rows;
+2. bindings: strides of queries, rows and masks along tokens, heads, keys and channels; scale, mask polarity;
+3. proof: at sampled tokens, heads and channels (all ends, both sides of the rotated tail) the graph's value equals
+
+       sum_n exp(l_n) * row_n / (sum_n exp(l_n) + exp(sink)),   l_n = scale * q.row_n + mask_n
+
+   for random products, rows, masks and sinks, in float64 to 1e-9. One formula covers all spellings of the sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.fx as fx
+
+from ..elements.moves import is_float_cast, sources
+from ..elements.numeric import Unevaluated
+from ..elements.sizes import Sizes, Unsized
+from .attention_bindings import Binder, Binding
+from .attention_match import AttentionMatch, KeyPiece, Mask, Operand, OutputAxes
+from .attention_proof import depends_on
+from .attention_reference import Prover
+from .attention_sites import Explorer, Segment, Site, constant_only, dependents
+from .context import Context
+from .descent import Reach, is_pointwise, is_tensor
+from .merge import merges_partials, recognise_partials
+from .refusal import Refused
+
+MAX_SINK_CANDIDATES = 4
+
+
+def recognise_attention(output: fx.Node, axes: OutputAxes, context: Context) -> AttentionMatch | Refused:
+    """The attention whose result (before the inverse rotation) lives in ``output`` at ``axes``, or why it is none."""
+    sizes = context.sizes[0]
+    try:
+        explorer = Explorer(output, axes, sizes, context)
+        result = _recognise(explorer, context)
+    except Unevaluated as error:
+        return Refused("fmha", f"depends on {depends_on(error.node)}: {error}", error.node)
+    except Unsized as error:
+        return Refused("fmha", str(error), output)
+    context.counters["attention"] += explorer.descent.visits + explorer.follower.visits
+    return result
+
+
+def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused:
+    output = explorer.output
+    found = _segments(explorer)
+    if isinstance(found, Refused):
+        return found
+    segments, opaque = found
+    if not segments:
+        return recognise_partials(explorer, opaque, context)
+    if opaque:
+        node = opaque[0].node
+        return Refused("fmha", f"the output also depends on {depends_on(node)}", node)
+    for node in (output, *(s.scores.node for s in segments)):
+        if explorer.sizes.dtype(node) == torch.float64:
+            return Refused("fmha", "computed in float64: the fused kernels accumulate in fp32", node)
+    region = dependents(output, {s.scores.node for s in segments}, set(), context)
+    binder = Binder(explorer, segments, region, context.constant)
+    bindings = []
+    for segment in segments:
+        binding = binder.bind(segment)
+        if isinstance(binding, Refused):
+            return binding
+        bindings.append(binding)
+    first = bindings[0]
+    for other in bindings[1:]:
+        if (other.query.node, other.query.offset, other.query.axes) != (
+                first.query.node, first.query.offset, first.query.axes):
+            return Refused("fmha", "different keys are multiplied by different queries", other.segment.scores.node)
+        if abs(other.scale - first.scale) > 1e-9 * abs(first.scale) or other.scale_node is not first.scale_node:
+            return Refused("fmha", "different keys have different softmax scales", other.segment.scores.node)
+    return _prove(explorer, context, binder, bindings, region)
+
+
+def _segments(explorer: Explorer) -> tuple[list[Segment], list[Reach]] | Refused:
+    """All segments of the attention, and what the output depends on linearly that is no attention."""
+    segments: list[Segment] = []
+    opaque: list[Reach] = []
+    refusals: list[Refused] = []
+    work = [(reach, reach.path) for reach in explorer.terms()]
+    while work:
+        reach, path = work.pop(0)
+        if len(reach.lanes) != explorer.axes.channels.size:
+            return Refused("fmha", "parts of the channels are computed apart", reach.node)
+        site = explorer.as_site(reach, path)
+        if site is None:
+            opaque.append(Reach(reach.node, reach.lanes, reach.index, path))
+            continue
+        keys = (~explorer.zero_rows(site)).nonzero().flatten()
+        if not len(keys):
+            continue
+        found = explorer.segments(site, keys)
+        if not isinstance(found, Refused):
+            segments.extend(found)
+            continue
+        inner = explorer.parts(site) if site.fused is None else None
+        if inner and all(r.node is not site.values.rhs or explorer.as_site(r, r.path) for r in inner):
+            work = [(r, r.path) for r in inner] + work
+            continue
+        refusals.append(found)
+        opaque.append(Reach(reach.node, reach.lanes, reach.index, path))
+    if refusals and (segments or len(opaque) == len(refusals)):
+        return refusals[0]
+    return segments, opaque
+
+
+def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[Binding],
+           region: set[fx.Node]) -> AttentionMatch | Refused:
+    masked = {mask.operand.node for b in bindings for mask in b.piece.masks}
+    scale_nodes = {b.scale_node for b in bindings if b.scale_node is not None}
+    candidates = _sink_candidates(explorer, context, bindings, region, masked | scale_nodes)
+    if isinstance(candidates, Refused):
+        return candidates
+    refusal = None
+    for sink_node in candidates[:MAX_SINK_CANDIDATES] or [None]:
+        prover = Prover(explorer, binder, bindings, context.constant, sink_node)
+        result = prover.prove()
+        context.counters["attention_proof"] += prover.visits
+        if not isinstance(result, Refused):
+            return _match(explorer, bindings, region, *result)
+        refusal = refusal or result
+    return refusal
+
+
+def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Binding], region: set[fx.Node],
+                     known: set[fx.Node]) -> list[fx.Node] | Refused:
+    """Nodes that may hold the sink: what else the region reads, from its origin towards the region."""
+    sites = {b.segment.site.node: b.segment.site for b in bindings}
+    products = {b.segment.scores.node for b in bindings}
+    chains: list[list[fx.Node]] = []
+    for node in sorted(region, key=context.order):
+        if node in products:
+            continue
+        site = sites.get(node)
+        for operand in node.all_input_nodes:
+            if operand in region or not is_tensor(operand) or (site is not None and operand is site.values.rhs):
+                continue
+            chain = _origins(operand, known, explorer.sizes)
+            if chain is None or constant_only(operand):
+                continue
+            chains.append(chain)
+    if not chains:
+        return []
+    origins = {chain[-1] for chain in chains}
+    if len(origins) > 1:
+        first, second = sorted(origins, key=context.order)[:2]
+        return Refused("fmha", f"depends on {depends_on(first)} and on {depends_on(second)}: only one can be the sink",
+                       second)
+    common = [node for node in reversed(chains[0]) if all(node in chain for chain in chains)]
+    return [node for node in common if node.meta["val"].dtype.is_floating_point]
+
+
+def _origins(node: fx.Node, known: set[fx.Node], sizes: Sizes) -> list[fx.Node] | None:
+    """``node`` and what it is a function of, as long as that is one non-constant tensor; None when a known leaf is
+    reached."""
+    chain = [node]
+    while chain[-1] not in known:
+        here = chain[-1]
+        moves = here.op == "call_function" and (is_pointwise(here) or _moves(here, sizes))
+        inputs = [n for n in here.all_input_nodes if is_tensor(n) and not constant_only(n)] if moves else []
+        if len(inputs) != 1:
+            return chain
+        chain.append(inputs[0])
+    return None
+
+
+def _moves(node: fx.Node, sizes: Sizes) -> bool:
+    return sizes.numel(node) > 0 and sources(node, torch.zeros(1, dtype=torch.int64), sizes) is not None
+
+
+def _match(explorer: Explorer, bindings: list[Binding], region: set[fx.Node], sink: Operand | None,
+           gate: tuple[Mask, ...]) -> AttentionMatch:
+    first = bindings[0]
+    roles = ("fmha", "kv_merge") if merges_partials([b.segment.site for b in bindings]) else ("fmha",)
+    scale_node = None
+    if first.scale_node is not None:
+        scale_node = Operand(first.scale_node, 0, ())
+    return AttentionMatch(
+        form="dense", axes=explorer.axes, output=explorer.output, roles=roles, q=first.query,
+        kv=tuple(coalesced([b.piece for b in bindings])), sink=sink, sink_gate=gate, scale=first.scale,
+        scale_node=scale_node, interior=frozenset(region),
+        casts=tuple(n for n in region if is_float_cast(n) and narrows(n)))
+
+
+def narrows(cast: fx.Node) -> bool:
+    """Whether a float cast loses bits."""
+    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
+    return torch.finfo(after).eps > torch.finfo(before).eps
+
+
+def coalesced(pieces: list[KeyPiece]) -> list[KeyPiece]:
+    """Neighbouring pieces of one node (tiles, splits of the same keys) as one piece."""
+    result = [pieces[0]]
+    for piece in pieces[1:]:
+        joined = _joined(result[-1], piece)
+        if joined is None:
+            result.append(piece)
+        else:
+            result[-1] = joined
+    return result
+
+
+def _joined(first: KeyPiece, second: KeyPiece) -> KeyPiece | None:
+    if len(first.masks) != len(second.masks):
+        return None
+    masks = []
+    for a, b in zip(first.masks, second.masks):
+        operand = _joined_operand(a.operand, b.operand, -1)
+        if operand is None or (a.kind, a.coefficient) != (b.kind, b.coefficient):
+            return None
+        masks.append(Mask(operand, a.kind, a.coefficient))
+    rows = _joined_operand(first.rows, second.rows, -2)
+    return None if rows is None else KeyPiece(rows, tuple(masks))
+
+
+def _joined_operand(first: Operand, second: Operand, keys: int) -> Operand | None:
+    """One operand for two whose key axes follow each other in the same node."""
+    a, b = first.axes[keys], second.axes[keys]
+    others = [(x, y) for n, (x, y) in enumerate(zip(first.axes, second.axes)) if n != len(first.axes) + keys]
+    if first.node is not second.node or a.size_from or b.size_from or any(x != y for x, y in others):
+        return None
+    stride = a.stride if a.size > 1 else second.offset - first.offset
+    if second.offset != first.offset + a.size * stride or (b.size > 1 and b.stride != stride):
+        return None
+    axes = list(first.axes)
+    axes[keys] = type(a)(a.size + b.size, stride)
+    return Operand(first.node, first.offset, tuple(axes))
+
+
+Constants = Callable[[fx.Node], object]
+__all__ = ["AttentionMatch", "OutputAxes", "Refused", "Site", "recognise_attention"]

@@ -1,0 +1,266 @@
+"""Where an attention output multiplies weights by values, and where the scores of those weights come from.
+
+A *site* is one contraction of weights with value rows (or one fused scaled-dot-product operator). Tiles, splits and
+branches are several sites of one attention. A *segment* is the part of a site's keys whose scores come from one
+query-key product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from ..elements.contractions import Contraction, contraction
+from ..elements.follow import Follower
+from ..elements.sizes import Sizes
+from .attention_match import OutputAxes
+from .context import Context
+from .descent import Descent, Path, Reach, Step, as_contraction, is_tensor, replay, varies
+from .refusal import Refused
+
+aten = torch.ops.aten
+_FUSED = {getattr(aten, name).default for name in (
+    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_fused_attention_overrideable") if hasattr(aten, name)}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A fused scaled-dot-product operator taken apart: scores and weights over the virtual index [b, h, s, n]."""
+
+    node: fx.Node
+    scores: Contraction
+    mask: fx.Node | None
+    causal: bool
+    shape: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Site:
+    """``values`` is the contraction with the weights as its lhs and the value rows as its rhs; ``path`` leads from the
+    attention output to its node."""
+
+    node: fx.Node
+    path: Path
+    values: Contraction
+    fused: Fused | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Keys ``start .. start + count`` of a site. ``path`` leads from the weights to the product ``scores`` (lhs: the
+    queries, rhs: the keys); ``queries`` and ``rows`` are the ways from its operands, ``value_rows`` from the site's
+    values, to the nodes that hold them, furthest first. ``rows`` and ``value_rows`` end in the same elements."""
+
+    site: Site
+    start: int
+    count: int
+    path: Path
+    scores: Contraction
+    queries: tuple[Reach, ...]
+    rows: tuple[Reach, ...]
+    value_rows: tuple[Reach, ...]
+
+
+def fused_attention(node: fx.Node, sizes: Sizes) -> Fused | None:
+    """``node`` as the output of a fused attention operator without dropout."""
+    operator = node
+    if node.op == "call_function" and len(node.args) == 2 and node.args[1] == 0 and isinstance(node.args[0], fx.Node):
+        operator = node.args[0]
+    if operator.op != "call_function" or operator.target not in _FUSED:
+        return None
+    names = [a.name for a in operator.target._schema.arguments]
+    given = dict(zip(names, operator.args)) | dict(operator.kwargs)
+    if given.get("dropout_p", 0.0) not in (0, 0.0):
+        return None
+    query, key, value = operator.args[:3]
+    b, h, s, d = sizes.shape(query)
+    _, kv_heads, n, _ = sizes.shape(value)
+    scale = given.get("scale")
+    scale = d ** -0.5 if scale is None else float(sizes.number(scale))
+
+    def head(i: torch.Tensor) -> torch.Tensor:
+        return i // (h * s * n) * kv_heads + i // (s * n) % h * kv_heads // h
+
+    scores = Contraction(operator, query, key, d, lambda i, j: i // n * d + j,
+                         lambda i, j: (head(i) * n + i % n) * d + j, scale=scale)
+    return Fused(node, scores, given.get("attn_mask", given.get("attn_bias")), bool(given.get("is_causal", False)),
+                 (b, h, s, n))
+
+
+def fused_values(fused: Fused, sizes: Sizes) -> Contraction:
+    """The contraction of a fused operator's weights (virtual index [b, h, s, n]) with its values."""
+    value = fused.scores.node.args[2]
+    _, kv_heads, n, width = sizes.shape(value)
+    b, h, s, _ = fused.shape
+    return Contraction(
+        fused.node, fused.scores.node, value, n, lambda i, j: i // width * n + j,
+        lambda i, j: ((i // (h * s * width) * kv_heads + i // (s * width) % h * kv_heads // h) * n + j) * width
+        + i % width)
+
+
+class Explorer:
+    """Finds the sites and segments of the attention whose output lives in ``output`` at ``axes``."""
+
+    def __init__(self, output: fx.Node, axes: OutputAxes, sizes: Sizes, context: Context):
+        self.output, self.axes, self.sizes, self.context = output, axes, sizes, context
+        self.descent = Descent(sizes)
+        self.follower = Follower(sizes)
+        self._scores: dict[fx.Node, bool] = {}
+
+    @property
+    def extents(self) -> list[int]:
+        """Sizes of the axes (tokens.., heads, channels)."""
+        return [a.size for a in (*self.axes.tokens, self.axes.heads, self.axes.channels)]
+
+    def output_index(self, *coordinates: torch.Tensor) -> torch.Tensor:
+        """Row-major index into the output of the coordinates (tokens.., head, channel)."""
+        strides = [a.stride for a in (*self.axes.tokens, self.axes.heads, self.axes.channels)]
+        return sum((c * s for c, s in zip(coordinates, strides)), torch.full_like(coordinates[0], self.axes.offset))
+
+    def base(self, last: bool = False) -> list[torch.Tensor]:
+        """The first (or last) token and head, every channel."""
+        channels = torch.arange(self.axes.channels.size)
+        return [torch.full_like(channels, e - 1 if last else 0) for e in self.extents[:-1]] + [channels]
+
+    def is_score(self, node: fx.Node) -> bool:
+        """A contraction over at least a head's channels: only the query-key product is one on the way from weights."""
+        if node not in self._scores:
+            self._scores[node] = as_contraction(node, self.sizes, self.axes.channels.size) is not None
+        return self._scores[node]
+
+    def terms(self) -> list[Reach]:
+        """What the output is a linear function of, channel by channel."""
+        return list(self.descent.linear(self.output, self.output_index(*self.base())))
+
+    def as_site(self, reach: Reach, path: Path) -> Site | None:
+        """The site at a reached node: the operand that changes with the channel holds the values."""
+        fused = fused_attention(reach.node, self.sizes)
+        if fused is not None:
+            return Site(reach.node, path, fused_values(fused, self.sizes), fused)
+        found = contraction(reach.node, self.sizes) if reach.node.op == "call_function" else None
+        if found is None or found.scale_nodes or found.addend is not None or found.scale != 1.0:
+            return None
+        zero = torch.zeros_like(reach.index)
+        left, right = varies(found.lhs_at(reach.index, zero)), varies(found.rhs_at(reach.index, zero))
+        if left == right:
+            return None
+        return Site(reach.node, path, found if right else found.swapped())
+
+    def parts(self, site: Site) -> list[Reach] | None:
+        """What the values of a site consist of, when the site only adds up partial outputs."""
+        if site.values.extent > 512:
+            return None
+        side = "rhs" if contraction(site.node, self.sizes).rhs is site.values.rhs else "lhs"
+        index = replay(site.path, self.output_index(*self.base()), self.sizes)
+        result = []
+        for term in range(site.values.extent):
+            at = site.values.rhs_at(index, torch.full_like(index, term))
+            step = Step(site.node, site.values.rhs, "factor", term, side)
+            for reach in self.descent.linear(site.values.rhs, at):
+                result.append(Reach(reach.node, reach.lanes, reach.index, (*site.path, step, *reach.path)))
+        return result
+
+    def zero_rows(self, site: Site) -> torch.Tensor:
+        """Which keys of a site have a value row that is zero for every token (sampled) and channel (sampled)."""
+        keys = torch.arange(site.values.extent)
+        zero = torch.ones(len(keys), dtype=torch.bool)
+        for last in (False, True):
+            coordinates = [c[[0, len(c) // 2, -1]] for c in self.base(last)]
+            at = replay(site.path, self.output_index(*coordinates), self.sizes)
+            _, index = site.values.indices(at)
+            lanes = torch.zeros(index.numel(), dtype=torch.bool)
+            for origin in self.follower.follow(site.values.rhs, index.flatten()).origins:
+                if not isinstance(origin.node, fx.Node) and origin.node == 0:
+                    lanes[origin.lanes] = True
+            zero &= lanes.view(index.shape).all(0)
+        return zero
+
+    def segments(self, site: Site, keys: torch.Tensor) -> list[Segment] | Refused:
+        """The segments of a site over its ``keys`` (increasing), or why there are none."""
+        at = replay(site.path, self.output_index(*[c[:1] for c in self.base()]), self.sizes)
+        weights = site.values.lhs_at(at[:1].expand(len(keys)), keys)
+        if site.fused is not None:
+            reached = [Reach(site.node, torch.arange(len(keys)), weights, ())]
+        else:
+            reached = self.descent.scores(site.values.lhs, weights, self.is_score)
+        covered = torch.zeros(len(keys), dtype=torch.int64)
+        segments = []
+        for reach in reached:
+            covered[reach.lanes] += 1
+            here = keys[reach.lanes]
+            if bool((here[1:] - here[:-1] != 1).any()):
+                return Refused("fmha", f"the keys of {reach.node.name} are not contiguous", reach.node)
+            scores = site.fused.scores if site.fused is not None else as_contraction(
+                reach.node, self.sizes, self.axes.channels.size)
+            found = self._segment(site, at, here, reach, scores)
+            if isinstance(found, Refused):
+                return found
+            segments.append(found)
+        if bool((covered == 0).any()):
+            key = int(keys[(covered == 0).nonzero()[0]])
+            return Refused("fmha", f"key {key} has a value row but no query-key product", site.node)
+        if bool((covered > 1).any()):
+            return Refused("fmha", "a key's score comes from two products", site.node)
+        return segments
+
+    def _segment(self, site: Site, at: torch.Tensor, keys: torch.Tensor, reach: Reach,
+                 scores: Contraction) -> Segment | Refused:
+        channels = self.axes.channels.size
+        ends = torch.tensor([0, channels // 2, channels - 1])
+        where = replay(site.path, self.output_index(*[c[ends] for c in self.base()]), self.sizes)
+        value_index = site.values.rhs_at(where[None, :], keys[:, None]).flatten()
+        values = self.descent.chain(site.values.rhs, value_index)
+        failed = None
+        for product in (scores, scores.swapped()):
+            index = product.rhs_at(reach.index[:, None], ends[None, :]).flatten()
+            rows = self.descent.chain(product.rhs, index)
+            pairs = [(v, r) for r in reversed(rows) for v in values if v.node is r.node
+                     and bool((v.index == r.index).all())]
+            if pairs:
+                queries = self.descent.chain(product.lhs, product.lhs_at(
+                    reach.index[:1, None], torch.arange(channels)[None, :]).flatten())
+                return Segment(site, int(keys[0]), len(keys), reach.path, product, tuple(reversed(queries)),
+                               tuple(r for _, r in pairs), tuple(v for v, _ in pairs))
+            failed = failed or rows[-1].node
+        return Refused("fmha", f"values come from {values[-1].node.name}, keys from {failed.name}: they are not the "
+                               "same rows", site.node)
+
+
+def dependents(output: fx.Node, targets: set[fx.Node], cut: set[fx.Node], context: Context) -> set[fx.Node]:
+    """The nodes between ``targets`` and ``output`` (both included): whatever depends on a target. Nothing is looked
+    for behind a target or a node of ``cut``."""
+    first = min(context.order(t) for t in targets)
+    region, work = set(), [output]
+    while work:
+        node = work.pop()
+        if node in region:
+            continue
+        region.add(node)
+        if node not in targets and node not in cut:
+            work.extend(n for n in node.all_input_nodes if context.order(n) >= first)
+    result = set(targets) & region
+    for node in sorted(region, key=context.order):
+        if node not in targets and node not in cut and any(n in result for n in node.all_input_nodes):
+            result.add(node)
+    return result
+
+
+def constant_only(node: fx.Node, limit: int = 200) -> bool:
+    """Whether a value depends on no graph input (sizes apart)."""
+    seen, work = set(), [node]
+    while work:
+        here = work.pop()
+        if here in seen or not is_tensor(here):
+            continue
+        seen.add(here)
+        if here.op == "placeholder" or len(seen) > limit:
+            return False
+        if here.target in (aten.rand.default, aten.rand_like.default, aten.bernoulli.p, aten.native_dropout.default):
+            return False
+        work.extend(here.all_input_nodes)
+    return True

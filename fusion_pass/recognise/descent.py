@@ -1,0 +1,285 @@
+"""Ways from an element back to an element that it depends on, remembered so that they can be gone again.
+
+A ``Path`` is found once, for a few sampled elements, and then maps any other element of its start to the element of
+its end: that is how the strides of an operand along tokens, heads, channels and keys are read off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from ..elements.contractions import Contraction, contraction
+from ..elements.layouts import probe, radix
+from ..elements.moves import broadcast_index, ravel, sources, unravel
+from ..elements.sizes import Sizes
+
+aten = torch.ops.aten
+SOFTMAX = {aten._softmax.default, aten.softmax.int, aten._safe_softmax.default}
+LOG_SOFTMAX = {aten._log_softmax.default, aten.log_softmax.int}
+VISIT_LIMIT = 2000
+MAX_TERMS = 512
+
+
+class Unfollowed(Exception):
+    """A remembered way does not exist for some other element."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """From ``node`` to its operand ``operand``: ``kind`` is "move", "point" (pointwise, broadcast), "same" (softmax),
+    "factor" (term ``fixed`` of a contraction; ``side`` names the operand), "term" (term ``fixed`` of a sum),
+    "rows" (the mask of a boolean assignment), "scalar" (a single element)."""
+
+    node: fx.Node
+    operand: fx.Node
+    kind: str
+    fixed: int = 0
+    side: str = ""
+
+
+Path = tuple[Step, ...]
+
+
+def advance(step: Step, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """The element of ``step.operand`` for every element ``index`` of ``step.node``."""
+    node, operand = step.node, step.operand
+    if step.kind == "move":
+        result = torch.full_like(index, -1)
+        for piece in sources(node, index, sizes) or []:
+            if piece.source is operand:
+                if piece.lanes is None:
+                    return piece.index
+                result[piece.lanes] = piece.index
+        if bool((result < 0).any()):
+            raise Unfollowed(f"{node.name} takes elements from elsewhere than {operand.name}")
+        return result
+    if step.kind == "point":
+        return broadcast_index(index, sizes.shape(node), sizes.shape(operand))
+    if step.kind == "same":
+        return index
+    if step.kind == "factor":
+        found = contraction(node, sizes)
+        at = found.lhs_at if step.side == "lhs" else found.rhs_at
+        return at(index, torch.full_like(index, step.fixed))
+    if step.kind == "term":
+        return _reduced_index(node, index, step.fixed, sizes)
+    if step.kind == "rows":
+        return index // (sizes.numel(node) // max(sizes.numel(operand), 1))
+    return torch.zeros_like(index)
+
+
+def replay(path: Path, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    for step in path:
+        index = advance(step, index, sizes)
+    return index
+
+
+def _reduced(node: fx.Node, sizes: Sizes) -> tuple[list[int], int, bool]:
+    """(reduced dimensions, number of terms, keepdim) of a sum."""
+    shape = sizes.shape(node.args[0])
+    dims = sizes.argument(node.args[1]) if len(node.args) > 1 else None
+    dims = list(range(len(shape))) if not dims else [d % len(shape) for d in dims]
+    total = 1
+    for d in dims:
+        total *= shape[d]
+    keepdim = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
+    return dims, total, keepdim
+
+
+def _reduced_index(node: fx.Node, index: torch.Tensor, term: int, sizes: Sizes) -> torch.Tensor:
+    shape = sizes.shape(node.args[0])
+    dims, _, keepdim = _reduced(node, sizes)
+    coordinates = unravel(index, sizes.shape(node))
+    if keepdim:
+        coordinates = [c for d, c in enumerate(coordinates) if d not in dims]
+    inner = unravel(torch.full_like(index, term), tuple(shape[d] for d in dims))
+    full: list[torch.Tensor] = []
+    for d in range(len(shape)):
+        full.append(inner[dims.index(d)] if d in dims else coordinates.pop(0))
+    return ravel(full, shape)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    return node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def tensor_operands(node: fx.Node) -> list[tuple[fx.Node, str]]:
+    """The operands of a pointwise operator, a softmax or a boolean assignment, with the kind of step to them."""
+    if node.target in SOFTMAX or node.target in LOG_SOFTMAX:
+        return [(node.args[0], "same")]
+    if node.target is aten.index_put.default:
+        base, indices, value = node.args[:3]
+        if len(indices) == 1 and is_tensor(indices[0]) and indices[0].meta["val"].dtype == torch.bool:
+            return [(base, "same"), (indices[0], "rows"), (value, "scalar")]
+        return []
+    if is_pointwise(node):
+        return [(a, "point") for a in (*node.args, *node.kwargs.values()) if is_tensor(a)]
+    return []
+
+
+@dataclass(frozen=True)
+class Reach:
+    """``index`` [L] of ``node`` is what the asked elements ``lanes`` [L] come to along ``path``."""
+
+    node: fx.Node
+    lanes: torch.Tensor
+    index: torch.Tensor
+    path: Path
+
+
+class Descent:
+    """Searches for the contractions that an element is made of. ``visits`` counts nodes."""
+
+    def __init__(self, sizes: Sizes):
+        self.sizes = sizes
+        self.visits = 0
+
+    def _moved(self, node: fx.Node, index: torch.Tensor) -> list[tuple[fx.Node, torch.Tensor, torch.Tensor]] | None:
+        """(operand, positions, index) for every operand node that the elements move from."""
+        pieces = sources(node, index, self.sizes)
+        if pieces is None:
+            return None
+        every = torch.arange(len(index))
+        return [(p.source, every if p.lanes is None else p.lanes, p.index) for p in pieces
+                if isinstance(p.source, fx.Node)]
+
+    def scores(self, node: fx.Node, index: torch.Tensor, is_score: Callable[[fx.Node], bool]) -> list[Reach]:
+        """The score products that elements of the attention weights are pointwise functions of: through softmax
+        (element by element), exponentials, masks, scales and moves, but not through row statistics."""
+        found: list[Reach] = []
+        seen: set[tuple[fx.Node, bytes]] = set()
+
+        def visit(here: fx.Node, at: torch.Tensor, lanes: torch.Tensor, path: Path) -> None:
+            key = (here, at.numpy().tobytes())
+            if key in seen or self.visits > VISIT_LIMIT or not is_tensor(here):
+                return
+            seen.add(key)
+            self.visits += 1
+            if is_score(here):
+                found.append(Reach(here, lanes, at, path))
+                return
+            moved = self._moved(here, at)
+            if moved is not None:
+                for operand, positions, inner in moved:
+                    visit(operand, inner, lanes[positions], (*path, Step(here, operand, "move")))
+                return
+            for operand, kind in tensor_operands(here):
+                if operand.meta["val"].dtype == torch.bool or kind == "scalar":
+                    continue
+                step = Step(here, operand, kind)
+                visit(operand, advance(step, at, self.sizes), lanes, (*path, step))
+
+        visit(node, index, torch.arange(len(index)), ())
+        return found
+
+    def linear(self, node: fx.Node, index: torch.Tensor) -> Iterator[Reach]:
+        """The nodes whose elements enter ``index`` (elements that differ in the channel only) linearly, channel by
+        channel: contractions, fused attention, or whatever cannot be looked into."""
+        work: list[tuple[fx.Node, torch.Tensor, torch.Tensor, Path]] = [(node, index, torch.arange(len(index)), ())]
+        while work:
+            here, at, lanes, path = work.pop()
+            self.visits += 1
+            if self.visits > VISIT_LIMIT:
+                return
+            moved = self._moved(here, at)
+            if moved is not None:
+                for operand, positions, inner in moved:
+                    work.append((operand, inner, lanes[positions], (*path, Step(here, operand, "move"))))
+                continue
+            operands = self._linear_operands(here, at)
+            if operands is None:
+                yield Reach(here, lanes, at, path)
+                continue
+            for operand, kind, term in operands:
+                step = Step(here, operand, kind, term)
+                work.append((operand, advance(step, at, self.sizes), lanes, (*path, step)))
+
+    def _linear_operands(self, node: fx.Node, index: torch.Tensor) -> list[tuple[fx.Node, str, int]] | None:
+        if node.target is aten.sum.dim_IntList and contraction(node, self.sizes) is None:
+            _, terms, _ = _reduced(node, self.sizes)
+            return [(node.args[0], "term", k) for k in range(terms)] if terms <= MAX_TERMS else None
+        if node.target not in _LINEAR:
+            return None
+        operands = [a for a in node.args if is_tensor(a)]
+        if node.target is aten.where.self:
+            operands = operands[1:]
+        varying = [a for a in operands
+                   if varies(broadcast_index(index, self.sizes.shape(node), self.sizes.shape(a)))]
+        if node.target in _PRODUCTS and (len(varying) != 1 or (node.target in _QUOTIENTS
+                                                               and varying[0] is not node.args[0])):
+            return None
+        return [(a, "point", 0) for a in varying]
+
+    def chain(self, node: fx.Node, index: torch.Tensor) -> list[Reach]:
+        """``node`` and the nodes that its elements come from through moves, as long as all come from one node."""
+        every = torch.arange(len(index))
+        result = [Reach(node, every, index, ())]
+        while True:
+            last = result[-1]
+            moved = self._moved(last.node, last.index)
+            self.visits += 1
+            if moved is None or len(moved) != 1 or len(moved[0][1]) != len(index):
+                return result
+            operand, _, inner = moved[0]
+            result.append(Reach(operand, every, inner, (*last.path, Step(last.node, operand, "move"))))
+
+
+def varies(index: torch.Tensor) -> bool:
+    return bool((index != index[0]).any())
+
+
+_QUOTIENTS = {aten.div.Tensor, aten.div.Scalar}
+_PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar} | _QUOTIENTS
+_LINEAR = _PRODUCTS | {
+    aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.where.self, aten.nan_to_num.default,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.add.Scalar, aten.sub.Scalar,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Offset and strides of elements along axes."""
+
+    offset: int
+    strides: tuple[int, ...]
+
+
+def fit(element: Callable[..., torch.Tensor], extents: list[int]) -> Family | None:
+    """The strides of ``element(coordinates of axis 0, of axis 1, ..)`` when it is a plain sum of stride * coordinate;
+    None when it is not. Every axis is sampled in full unless it is very long, the sum at random coordinates."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    try:
+        base = int(element(*[zero for _ in extents])[0])
+        strides = []
+        for axis, extent in enumerate(extents):
+            if extent == 1:
+                strides.append(0)
+                continue
+            along = probe(extent)
+            values = element(*[along if a == axis else torch.zeros_like(along) for a in range(len(extents))]) - base
+            parts = radix(values, extent)
+            if parts is None or len(parts) != 1:
+                return None
+            strides.append(parts[0][1])
+        generator = torch.Generator().manual_seed(len(extents))
+        where = [torch.randint(0, extent, (8,), generator=generator) for extent in extents]
+        for a, extent in enumerate(extents):
+            where[a][-1] = extent - 1
+        expected = sum((w * s for w, s in zip(where, strides)), torch.full((8,), base))
+        return Family(base, tuple(strides)) if bool((element(*where) == expected).all()) else None
+    except Unfollowed:
+        return None
+
+
+def as_contraction(node: fx.Node, sizes: Sizes, least: int) -> Contraction | None:
+    """``node`` as a contraction over at least ``least`` terms, without scale tensors."""
+    found = contraction(node, sizes) if node.op == "call_function" else None
+    return found if found is not None and found.extent >= least and not found.scale_nodes else None
