@@ -130,9 +130,9 @@ def _phases(
     if device == "cuda":
         runs["inductor"] = torch.compile(model, fullgraph=True)
     runs["compiled"] = torch.compile(model, backend="fusion_pass", fullgraph=True, options={"inner": inner})
-    caches = {name: DynamicCache(config=model.config) for name in runs}
-    vocabulary = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    config: Any = model.config
+    caches = {name: DynamicCache(config=config) for name in runs}
+    ids = torch.randint(0, config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1)).to(device)
     for index in range(steps + 1):
         name = "prefill" if index == 0 else f"decode {index}"
         known = len(store.reports())
@@ -189,7 +189,8 @@ def _synchronize(device: str) -> None:
 
 
 def _error(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((logits.double() - reference.double()).norm() / reference.double().norm()).item()
+    error = (logits.double() - reference.double()).norm() / reference.double().norm()
+    return float(error)
 
 
 def _as_dict(
@@ -220,6 +221,8 @@ def _print(
         out.print(str(phases[0].report), markup=False)
         for phase in phases[1:]:
             out.print(f"{phase.name}: {phase.report.summary()}", markup=False)
+            for note in phase.report.notes:
+                out.print(f"  note       {note}", markup=False)
         out.print(_table(form, phases, layers))
     out.print("Errors are of the logits, relative to a float32 run of the same weights.", markup=False)
     if device == "cpu":
