@@ -58,7 +58,7 @@ def test_another_process_takes_the_code_from_the_cache_and_still_reports(tmp_pat
 
 def test_torch_logs(tmp_path):
     run = "torch.compile(function, backend='fusion_pass', options={'inner': 'aot_eager'})(X)"
-    assert "fused      user.py:1: fmha" in process(run, tmp_path, TORCH_LOGS="+fusion_pass").stderr
+    assert "fused      fmha at user.py:1" in process(run, tmp_path, TORCH_LOGS="+fusion_pass").stderr
     assert "fmha" not in process(run, tmp_path).stderr
 
 
