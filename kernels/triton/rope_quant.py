@@ -192,7 +192,5 @@ def inverse_rope_quant(
     quant = quant_mode(scale_rule, pack_scales)
     num_tokens, heads, dim = o.shape
     codes, scales = out or empty_quantized(num_tokens, heads, dim, groups, block, quant, o.device)
-    _launch(
-        o, cos, sin, groups, codes.view(torch.uint8), scale_pointer(scales, quant), block, quant, floor, tile
-    )
+    _launch(o, cos, sin, groups, codes.view(torch.uint8), scale_pointer(scales, quant), block, quant, floor, tile)
     return codes, scales

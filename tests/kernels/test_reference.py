@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from cases import (
+from fusion_pass.kernels import reference
+from op_cases import (
     DEVICES,
     Maker,
     dense_formula,
@@ -12,7 +13,6 @@ from cases import (
     relative_error,
     rope_formula,
 )
-from fusion_pass.kernels import reference
 
 ops = torch.ops.fusion_pass
 SCALE = 0.11
