@@ -65,10 +65,10 @@ def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused
     binder = Binder(explorer, segments, region, context.constant)
     bindings = []
     for segment in segments:
-        binding = binder.bind(segment)
-        if isinstance(binding, Refused):
-            return binding
-        bindings.append(binding)
+        bound = _bind(explorer, binder, segment)
+        if isinstance(bound, Refused):
+            return bound
+        bindings.extend(bound)
     first = bindings[0]
     for other in bindings[1:]:
         if (other.query.node, other.query.offset, other.query.axes) != (
@@ -109,6 +109,27 @@ def _segments(explorer: Explorer) -> tuple[list[Segment], list[Reach]] | Refused
     if refusals and (segments or len(opaque) == len(refusals)):
         return refusals[0]
     return segments, opaque
+
+
+def _bind(explorer: Explorer, binder: Binder, segment: Segment) -> list[Binding] | Refused:
+    """The segment bound as one, or else cut where its rows come from different nodes."""
+    whole = binder.bind(segment)
+    if not isinstance(whole, Refused):
+        return [whole]
+    parts = explorer.by_origin(segment.site, torch.arange(segment.start, segment.start + segment.count))
+    if len(parts) < 2:
+        return whole
+    bindings = []
+    for keys in parts:
+        found = explorer.segments(segment.site, keys)
+        if isinstance(found, Refused):
+            return whole
+        for part in found:
+            binding = binder.bind(part)
+            if isinstance(binding, Refused):
+                return binding
+            bindings.append(binding)
+    return bindings
 
 
 def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[Binding],

@@ -85,9 +85,10 @@ class Binder:
         return element
 
     # -- operands ---------------------------------------------------------------------------------------------------
-    def fitted(self, ways: Sequence[Reach], element: Callable[[Reach], Element],
-               extents: list[int]) -> list[tuple[int, Family]]:
-        """The furthest way whose elements have plain strides, and the nearest."""
+    def fitted(self, ways: Sequence[Reach], element: Callable[[Reach], Element], extents: list[int],
+               shared: bool = False) -> list[tuple[int, Family]]:
+        """The furthest way whose elements have plain strides, and the nearest. ``shared``: preferably (and then only)
+        ways that do not change with the head."""
         found: list[tuple[int, Family]] = []
         for number, way in enumerate(ways):
             if found and number != len(ways) - 1:
@@ -95,6 +96,8 @@ class Binder:
             family = fit(element(way), extents)
             if family is not None:
                 found.append((number, family))
+                if shared and family.strides[self.tokens] and found[0][1].strides[self.tokens] == 0:
+                    found.pop()
         return found
 
     def _axes(self, node: fx.Node, strides: Sequence[int], own: Sequence[Axis], keys: int | None,
@@ -118,7 +121,7 @@ class Binder:
 
     def rows(self, segment: Segment) -> tuple[int, Operand] | Refused:
         extents = [*(a.size for a in self.axes.tokens), self.axes.heads.size, segment.count, self.axes.channels.size]
-        found = self.fitted(segment.value_rows, lambda way: self.row_element(segment, way), extents)
+        found = self.fitted(segment.value_rows, lambda way: self.row_element(segment, way), extents, True)
         node = segment.value_rows[0].node
         if not found:
             return Refused("fmha", f"the key rows in {node.name} have no regular layout", node)
@@ -182,7 +185,7 @@ class Binder:
     def mask_operand(self, segment: Segment, side: Side) -> Operand | Refused | None:
         """A side input as an operand with the axes (tokens.., keys); None when it does not change with the key."""
         extents = [*(a.size for a in self.axes.tokens), self.axes.heads.size, segment.count]
-        found = self.fitted(side.ways, side.element, extents)
+        found = self.fitted(side.ways, side.element, extents, True)
         if not found:
             return Refused("fmha", f"{depends_on(side.leaf)} changes with token and key in an irregular way", side.leaf)
         operands = []

@@ -175,6 +175,7 @@ class Prover:
             keys = torch.arange(binding.segment.count)
             query = _at(binding.query, [*(t[:, None] for t in tokens), head[:, None]])
             row = _at(binding.piece.rows, [*(t[:, None] for t in tokens), keys[None, :]])
+            row = row.expand(len(head), len(keys))
             score = self.spread * raw_score(_seed(binding.piece.rows.node),
                                             query.expand_as(row).flatten(), row.flatten()).view(row.shape)
             logit = self.scale * score

@@ -180,6 +180,16 @@ class Explorer:
             zero &= lanes.view(index.shape).all(0)
         return zero
 
+    def by_origin(self, site: Site, keys: torch.Tensor) -> list[torch.Tensor]:
+        """``keys`` cut where their value rows come from another node (parts of a cat, say)."""
+        at = replay(site.path, self.output_index(*[c[:1] for c in self.base()]), self.sizes)
+        trace = self.follower.follow(site.values.rhs, site.values.rhs_at(at[:1].expand(len(keys)), keys))
+        origin = torch.zeros(len(keys), dtype=torch.int64)
+        for number, end in enumerate(trace.origins):
+            origin[end.lanes] = number
+        cuts = ((origin[1:] != origin[:-1]) | (keys[1:] != keys[:-1] + 1)).nonzero().flatten() + 1
+        return list(torch.tensor_split(keys, cuts))
+
     def segments(self, site: Site, keys: torch.Tensor) -> list[Segment] | Refused:
         """The segments of a site over its ``keys`` (increasing), or why there are none."""
         at = replay(site.path, self.output_index(*[c[:1] for c in self.base()]), self.sizes)
