@@ -36,14 +36,14 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
 
     start = time.perf_counter()
     nodes = len(gm.graph.nodes)
-    before = _snapshot(gm)
+    before = snapshot(gm)
     try:
         report = run_on_graph(gm, config)
         if report.fused:
             gm.graph.lint()
             gm.recompile()
     except Exception as error:
-        _restore(gm, before)
+        restore(gm, before)
         if config.strict:
             raise
         report = Report(notes=[f"the pass failed and the graph was left as it came: {type(error).__name__}: {error}"])
@@ -54,7 +54,8 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
     return report
 
 
-def _snapshot(gm: fx.GraphModule) -> fx.Graph:
+def snapshot(gm: fx.GraphModule) -> fx.Graph:
+    """A copy of the graph, for :func:`restore`."""
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = copy.graph_copy(gm.graph, values)
@@ -63,7 +64,8 @@ def _snapshot(gm: fx.GraphModule) -> fx.Graph:
     return copy
 
 
-def _restore(gm: fx.GraphModule, before: fx.Graph) -> None:
+def restore(gm: fx.GraphModule, before: fx.Graph) -> None:
+    """Make ``gm`` what :func:`snapshot` saw, node names included."""
     # In place, as whoever called the pass holds this very graph; with a new namespace, so that nodes get their names
     # back (the signature of an exported program refers to them).
     nodes = list(gm.graph.nodes)
