@@ -152,8 +152,11 @@ def _only_moves(node: fx.Node) -> bool:
 
 def _ends_in_fused_op(node: fx.Node, inside: frozenset[fx.Node]) -> bool:
     """Is ``node`` a fused op's result but for moves and a rounding?"""
-    while node in inside and _only_moves(node) and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
+    while node in inside and _only_moves(node):
+        tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if len(tensors) != 1:
+            return False
+        node = tensors[0]
     return node not in inside and "fusion_pass" in node.meta
 
 
@@ -251,6 +254,10 @@ def _insert(graph: fx.Graph, before: fx.Node, traced: fx.GraphModule, call: Call
     trace = before.meta.get("stack_trace")
     with graph.inserting_before(before):
         for node in traced.graph.nodes:
+            if isinstance(node.meta.get("val"), torch.SymInt) and node.op == "call_function":
+                table[node] = _known_size(graph, before, node.meta["val"])
+            if table.get(node) is not None:
+                continue
             if node.op == "call_function":
                 table[node] = graph.node_copy(node, table.__getitem__)
                 nodes.append(table[node])
@@ -270,6 +277,29 @@ def _insert(graph: fx.Graph, before: fx.Node, traced: fx.GraphModule, call: Call
         if trace is not None:
             node.meta["stack_trace"] = trace
     return nodes, results
+
+
+def _known_size(graph: fx.Graph, before: fx.Node, size: torch.SymInt) -> fx.Node | None:
+    """A node that has this size and needs no intermediate tensor for it: reading a size keeps the tensor alive."""
+    tensors = []
+    for node in graph.nodes:
+        if node is before:
+            break
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            if value.node.expr == size.node.expr and all(
+                    n.op == "placeholder" or isinstance(n.meta.get("val"), torch.SymInt) for n in node.all_input_nodes):
+                return node
+        elif node.op == "placeholder" and isinstance(value, torch.Tensor):
+            tensors.append(node)
+    for node in tensors:
+        for dim, length in enumerate(node.meta["val"].shape):
+            if isinstance(length, torch.SymInt) and length.node.expr == size.node.expr:
+                with graph.inserting_before(before):
+                    read = graph.call_function(aten.sym_size.int, (node, dim))
+                read.meta["val"] = length
+                return read
+    return None
 
 
 def _same_form(old: fx.Node, new: fx.Node, sizes: list[Sizes]) -> bool:
