@@ -339,7 +339,12 @@ def _fp8_bgemm(writer: ChainWriter, codes: fx.Node, scales: fx.Node) -> fx.Node 
     out = builder.call(torch.ops.fusion_pass.fp8_bgemm.default, codes, scales, w, s, chain.quantisation.block,
                        weight.block, value.dtype)
     tokens_first = anchor.contraction.lhs is anchor.node.args[0]
-    return builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
+    out = builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
+    turned = (aten.permute.default, aten.transpose.int)
+    if all(user.target in turned for user in anchor.node.users):
+        return out
+    # A view of the source may need its contraction's own layout.
+    return builder.call(aten.clone.default, out, memory_format=torch.contiguous_format)
 
 
 def _source_scales(writer: ChainWriter, scales: fx.Node) -> fx.Node | None:

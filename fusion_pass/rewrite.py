@@ -14,10 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .config import Config
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
+from .guarded import restore, snapshot
 from .legality import mutates
 from .recognise.chain import ChainFinder
 from .recognise.chain_types import Chain
 from .recognise.context import Context
+from .recognise.declared import DeclaredOps
 from .recognise.refusal import Refused, source_line
 from .replace import Replaced, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
@@ -31,9 +33,25 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
     The graph is in functional ATen form (AOT, post-grad, export or make_fx). Nothing is changed when nothing is found.
     """
     started = time.perf_counter()
+    skipped: dict[str, str] = {}
+    calls = DeclaredOps.present(gm.graph)
+    before = snapshot(gm) if calls else None
+    while True:
+        report, again = _run(gm, config, skipped)
+        if not again:
+            break
+        # Written-out ops of which only a part was used: start again with those left as they are.
+        skipped |= again
+        restore(gm, before)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> tuple[Report, dict[str, str]]:
     report = Report(nodes=len(gm.graph.nodes))
     # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
     with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
+        declared = DeclaredOps.write_out(gm, config, skipped)
         context = Context.of(gm)
         sizes = context.sizes[0]
         findings = ChainFinder(context, sizes).find()
@@ -52,12 +70,13 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
         for refused in findings.refused:
             if not refused.silent:
                 report.near_misses.append(_near_miss(refused))
+        again = declared.settle(changed)
+        report.notes += declared.notes()
         if changed:
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()
-    report.seconds = time.perf_counter() - started
-    return report
+    return report, again
 
 
 def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, report: Report) -> bool:
