@@ -32,7 +32,9 @@ def dtypes(device):
 def close(got, want, dtype):
     assert got.dtype == dtype
     assert torch.isfinite(got).all()
-    assert relative_error(got, want) < TOLERANCE[dtype]
+    # A GPU's exp2 is approximate and its fp32 products are summed in another order.
+    slack = 5 if got.is_cuda and dtype == torch.float32 else 1
+    assert relative_error(got, want) < TOLERANCE[dtype] * slack
 
 
 @pytest.mark.parametrize("mask", ["none", "bool", "float", "min"])
