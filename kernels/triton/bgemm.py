@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..tuning import bgemm as tuning
 from .attention_launch import device_of
-from .interpreter import cast_fp32, decode_e4m3, e4m3_is_native, interpreted, round_to
+from .interpreter import cast_fp32, decode_e4m3, e4m3_is_native, round_to
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def refuses(codes, scales, weight, weight_scales, block, weight_block, out_dtype
     for name, width in (("block", block), ("weight_block", weight_block)):
         if width < 32 or width & (width - 1):
             return f"{name} {width} is not a power of two from 32 on"
-    if not interpreted() and torch.cuda.get_device_capability(codes.device) < (8, 0):
+    if codes.is_cuda and torch.cuda.get_device_capability(codes.device) < (8, 0):
         return "compute capability below 8.0"
     return None
 

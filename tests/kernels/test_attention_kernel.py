@@ -76,6 +76,9 @@ def test_minimum_mask_without_sink(device):
     (got,) = run("attention", launchers._launch_dense, (q, kv, mask, None, SCALE))
     close(got, dense_formula(q, kv, mask, None, SCALE), torch.float32)
     torch.testing.assert_close(got[0, 2], kv[0].mean(0).expand(4, -1), rtol=1e-4, atol=1e-5)
+    again = torch.full_like(got, float("nan"))
+    attend((again,), q, Keys(kv), mask, None, SCALE, None, SMALL, splits=3)
+    close(again, got, torch.float32)
 
 
 def test_mask_passes(device, monkeypatch):
@@ -123,6 +126,16 @@ def test_gathered_bad_indices(device):
     forms += [indices.long().masked_fill(gone, 2**40), indices.long().masked_fill(gone, -(2**40))]
     for form in forms:
         (got,) = run("attention_gathered", launchers._launch_gathered, (q, kv, form, sink, SCALE))
+        close(got, want, torch.float32)
+
+
+def test_gathered_mixed_index_dtypes(device):
+    m = Maker(device)
+    args, second = list(m.gathered(dim=64)), list(m.second_pool(dim=64))
+    want = gathered_formula(*args, SCALE, *second)
+    for first_dtype, second_dtype in ((torch.int64, torch.int32), (torch.int32, torch.int64)):
+        args[2], second[2] = args[2].to(first_dtype), second[2].to(second_dtype)
+        (got,) = run("attention_gathered", launchers._launch_gathered, (*args, SCALE, *second))
         close(got, want, torch.float32)
 
 
