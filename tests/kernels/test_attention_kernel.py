@@ -214,7 +214,7 @@ def test_quantised(device, block, rule, pack, tokens):
 def test_splits(device, splits, form):
     """Split, merged and rotated equals unsplit; splits beyond the keys are empty."""
     m = Maker(device)
-    q, kv, mask, sink = m.dense(keys=45, mask="float" if form == "mask" else "none", dim=64)
+    q, kv, mask, sink = m.dense(1, keys=45, mask="float" if form == "mask" else "none", dim=64)
     keys, scales = Keys(kv, causal=form == "range", window=30 if form == "range" else 0), None
     if form == "gathered":
         q, pool, indices, sink = m.gathered(tokens=5, dim=64, columns=37)
