@@ -15,7 +15,8 @@ from .config import Config
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .legality import mutates
-from .recognise.chain import Chain, ChainFinder
+from .recognise.chain import ChainFinder
+from .recognise.chain_types import Chain
 from .recognise.context import Context
 from .recognise.refusal import Refused, source_line
 from .replace import Replaced, replace_chain
