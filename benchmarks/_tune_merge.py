@@ -238,22 +238,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the sweep")
     parser.add_argument("--from-json", type=Path, help="an earlier sweep, instead of measuring")
-    parser.add_argument("--table", type=Path, required=True, help="module to write")
+    parser.add_argument("--table", type=Path, help="module to write")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache with the candidates, no timing")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit of the measurement itself")
-    parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--processes", type=int, default=16, help="processes that compile first; 0: compile on use")
     args = parser.parse_args()
+    if args.compile_only:
+        precompile(args.processes)
+        return
     if args.from_json:
         body = json.loads(args.from_json.read_text())
     else:
-        precompile(args.processes)
+        if args.processes:
+            precompile(args.processes)
         start = time.perf_counter()
         body = {"environment": harness.environment(), "pdl": pdl_gain()}
         body["rows"] = sweep(args.rounds, start + args.seconds)
         print(f"measured {len(body['rows'])} variants in {time.perf_counter() - start:.0f} s", flush=True)
         if args.json:
             args.json.write_text(json.dumps(body))
-    write_table(body, args.table)
+    if args.table:
+        write_table(body, args.table)
 
 
 if __name__ == "__main__":
