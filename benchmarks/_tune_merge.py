@@ -239,7 +239,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the sweep")
     parser.add_argument("--from-json", type=Path, help="an earlier sweep, instead of measuring")
     parser.add_argument("--table", type=Path, help="module to write")
-    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache with the candidates, no timing")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache only, no timing")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit of the measurement itself")
     parser.add_argument("--processes", type=int, default=16, help="processes that compile first; 0: compile on use")
