@@ -1,8 +1,8 @@
 """The whole chain, attention -> inverse RoPE -> FP8 quantisation -> grouped GEMM, in one CUDA graph per variant.
 
 Ours: the two ops as the pass emits them. Peers: FlashMLA (sparse decode over FP8 pages, and sparse forward over bf16
-rows), a one-row-per-warp rotation + quantisation kernel (stand-in, see peers.py), DeepGEMM's fp8_einsum. Every variant is
-checked against float64 before it is timed.
+rows), a one-row-per-warp rotation + quantisation kernel (stand-in, see peers.py), DeepGEMM's fp8_einsum. Every variant
+is checked against float64 before it is timed.
 """
 
 from __future__ import annotations
