@@ -366,9 +366,7 @@ def merge_partials(
     out = partials.new_empty((tokens, heads, dim), dtype=out_dtype or partials.dtype)
     stats = lse_or_max.new_empty((tokens, heads, 2) if return_stats else (0,), dtype=torch.float32)
     decision = decision or decide(partials, kv_split)
-    merge_into(
-        out, None, stats if return_stats else None, partials, lse_or_max, sum, sink, stat_scale, decision
-    )
+    merge_into(out, None, stats if return_stats else None, partials, lse_or_max, sum, sink, stat_scale, decision)
     return out, stats
 
 
@@ -419,7 +417,5 @@ def merge_partials_rope_quant(
     if decision is None:
         decision = for_blocks(decide(partials, kv_split, epilogue=True), block, dim, partials.element_size())
     epilogue = Epilogue(cos, sin, groups, quant, block, floor)
-    merge_into(
-        codes.view(torch.uint8), scales, None, partials, lse_or_max, sum, sink, stat_scale, decision, epilogue
-    )
+    merge_into(codes.view(torch.uint8), scales, None, partials, lse_or_max, sum, sink, stat_scale, decision, epilogue)
     return codes, scales
