@@ -16,7 +16,7 @@ from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
 from .legality import mutates
-from .recognise.chain import ChainFinder
+from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
 from .recognise.declared import DeclaredOps
@@ -54,7 +54,7 @@ def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> tuple[R
         declared = DeclaredOps.write_out(gm, config, skipped)
         context = Context.of(gm)
         sizes = context.sizes[0]
-        findings = ChainFinder(context, sizes).find()
+        findings = find_chains(context)
         report.visits = findings.visits + sum(context.counters.values())
         changed = False
         if findings.chains:
