@@ -142,7 +142,7 @@ def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[
         result = prover.prove()
         context.counters["attention_proof"] += prover.visits
         if not isinstance(result, Refused):
-            return _match(explorer, bindings, region, *result)
+            return _match(explorer, context, bindings, region, *result)
         refusal = refusal or result
     return refusal
 
@@ -176,16 +176,17 @@ def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Bindin
     return [node for node in common if node.meta["val"].dtype.is_floating_point]
 
 
-def _match(explorer: Explorer, bindings: list[Binding], region: set[fx.Node], sink: Operand | None,
+def _match(explorer: Explorer, context: Context, bindings: list[Binding], region: set[fx.Node], sink: Operand | None,
            gate: tuple[Mask, ...]) -> AttentionMatch:
     first = bindings[0]
     roles = ("fmha", "kv_merge") if merges_partials([b.segment.site for b in bindings]) else ("fmha",)
     scale_node = None
     if first.scale_node is not None:
         scale_node = Operand(first.scale_node, 0, ())
+    pieces = sorted((b.piece for b in bindings), key=lambda p: (context.order(p.rows.node), p.rows.offset))
     return AttentionMatch(
         form="dense", axes=explorer.axes, output=explorer.output, roles=roles, q=first.query,
-        kv=tuple(coalesced([b.piece for b in bindings])), sink=sink, sink_gate=gate, scale=first.scale,
+        kv=tuple(coalesced(pieces)), sink=sink, sink_gate=gate, scale=first.scale,
         scale_node=scale_node, interior=frozenset(region),
         casts=tuple(n for n in region if is_float_cast(n) and narrows(n)))
 

@@ -149,7 +149,7 @@ class _Merge:
             chosen.setdefault(part.node, []).append(at[number])
         leaves: dict[fx.Node, Leaf] = {node: statistic(node) for node in nodes}
         for node, ones in chosen.items():
-            leaves[node] = lambda index, ones=torch.stack(ones): torch.isin(index, ones).to(torch.float64)
+            leaves[node] = _indicator(torch.stack(ones))
         return self.output(row, channels, leaves)
 
     def assign(self, statistics: list[_Leaf]) -> tuple[_Elements, _Elements, float] | Refused:
@@ -267,6 +267,10 @@ class _Merge:
         where = ", ".join(str(int(c[at])) for c in (*rows, channels))
         return Refused("kv_merge", f"output [{where}] is {got[at]:.12g} where the merge of {len(self.parts)} partials "
                                    f"with {'a' if sink else 'no'} sink gives {want[at]:.12g}", self.explorer.output)
+
+
+def _indicator(ones: torch.Tensor) -> Leaf:
+    return lambda index: torch.isin(index, ones).to(torch.float64)
 
 
 def recognise_partials(explorer: Explorer, opaque: list[Reach], context: Context) -> AttentionMatch | Refused:
