@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -28,8 +28,9 @@ from .report import FusedChain, GatedChain, NearMiss, Report
 log = logging.getLogger(__name__)
 
 
-def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
-    """Rewrite ``gm`` in place and report. ``config`` is resolved (see :meth:`Config.resolve`).
+def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[], None] | None = None) -> Report:
+    """Rewrite ``gm`` in place and report. ``config`` is resolved (see :meth:`Config.resolve`). ``before_change`` is
+    called before anything is changed (to keep a copy); it is not called for a graph without chains.
 
     The graph is in functional ATen form (AOT, post-grad, export or make_fx). Nothing is changed when nothing is found.
     """
@@ -37,8 +38,10 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
     skipped: dict[str, str] = {}
     calls = DeclaredOps.present(gm.graph)
     before = snapshot(gm) if calls else None
+    if calls and before_change is not None:
+        before_change()
     while True:
-        report, again = _run(gm, config, skipped)
+        report, again = _run(gm, config, skipped, before_change)
         if not again:
             break
         # Written-out ops of which only a part was used: start again with those left as they are.
@@ -48,7 +51,8 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
     return report
 
 
-def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> tuple[Report, dict[str, str]]:
+def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str],
+         before_change: Callable[[], None] | None) -> tuple[Report, dict[str, str]]:
     report = Report(nodes=len(gm.graph.nodes))
     # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
     with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
@@ -59,6 +63,8 @@ def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> tuple[R
         report.visits = findings.visits + sum(context.counters.values())
         changed = False
         if findings.chains:
+            if before_change is not None:
+                before_change()
             mutation = mutates(gm.graph)
             for chain in findings.chains:
                 if mutation is not None:
