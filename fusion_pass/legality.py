@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
+# Marks a declared op whose written-out form is read instead (see recognise.declared): no reader, whatever it reads.
+WRITTEN_OUT = "fusion_pass_written_out"
+
 
 def is_impure(node: fx.Node) -> bool:
     """Must stay whether or not its value is used."""

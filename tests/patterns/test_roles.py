@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from o_path import HALF
-
 from fusion_pass.kernels import reference
 from fusion_pass.patterns import fmha as fmha_module
 from fusion_pass.patterns.bgemm import bgemm, dequantise_weight
@@ -11,6 +9,7 @@ from fusion_pass.patterns.fp8_quant import block_scale, dequantise, fp8_quant, p
 from fusion_pass.patterns.inverse_rope import inverse_rope
 from fusion_pass.patterns.kv_merge import kv_merge
 from fusion_pass.patterns.roles import ROLES, role
+from o_path import HALF
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
