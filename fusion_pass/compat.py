@@ -36,7 +36,8 @@ def inductor_patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any
     """
     import torch
 
-    patches: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, None).config
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    patches: dict[str, Any] = wrapper(mode, options, None).config
     return patches
 
 

@@ -56,7 +56,7 @@ def explain(
                 if not gathered or config.strict:
                     raise
                 log.debug("capture ended early", exc_info=True)
-                notes.append(f"capture ended after graph {len(gathered)}: {_first_line(error)}")
+                notes.append(f"capture ended after graph {len(gathered)}: {guarded.first_line(error)}")
         report = Report.merge(gathered) if gathered else Report(graphs=0, notes=["Dynamo captured no graph"])
         report.notes += notes
         if report.graphs > 1:
@@ -76,7 +76,8 @@ def _capturing_backend(config: Config, gathered: list[Report]) -> Callable[..., 
         gathered.append(guarded.run(rewritten, config, level="explain"))
         return run_boxed(aot_gm)  # on fake tensors: shapes only
 
-    return aot_autograd(fw_compiler=rewrite_copy, inference_compiler=rewrite_copy)  # type: ignore[no-any-return]
+    backend: Callable[..., Any] = aot_autograd(fw_compiler=rewrite_copy, inference_compiler=rewrite_copy)
+    return backend
 
 
 def _gate_training(report: Report) -> Report:
@@ -101,8 +102,3 @@ def _unlimited_recompiles() -> Iterator[None]:
 
     with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
         yield
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

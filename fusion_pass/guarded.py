@@ -46,12 +46,18 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
         restore(gm, before)
         if config.strict:
             raise
-        report = Report(notes=[f"the pass failed and the graph was left as it came: {type(error).__name__}: {error}"])
+        report = Report(notes=[f"the pass failed and the graph was left as it came: {first_line(error)}"])
         _warn_failure(error)
     report.nodes = report.nodes or nodes
     report.seconds = time.perf_counter() - start
     _tell(gm, before, report, level)
     return report
+
+
+def first_line(error: Exception) -> str:
+    """Type and first line of an exception: torch's messages go on with pages of advice."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def snapshot(gm: fx.GraphModule) -> fx.Graph:
@@ -82,7 +88,7 @@ def restore(gm: fx.GraphModule, before: fx.Graph) -> None:
 
 
 def _warn_failure(error: Exception) -> None:
-    kind = f"{type(error).__name__}: {error}"
+    kind = first_line(error)
     if kind in _warned:
         log.debug("the pass failed again", exc_info=True)
         return

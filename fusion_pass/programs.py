@@ -38,4 +38,4 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
 
 def _output_names(gm: fx.GraphModule) -> list[str | None]:
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    return [arg.name if isinstance(arg, fx.Node) else None for arg in output.args[0]]  # type: ignore[union-attr]
+    return [arg.name if isinstance(arg, fx.Node) else None for arg in output.args[0]]

@@ -19,7 +19,7 @@ from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
 from .legality import WRITTEN_OUT, live_nodes, mutated_input
 from .recognise.attention_emit import AttentionOperands, MergeOperands, batch_axes
-from .recognise.chain import Chain
+from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
 from .recognise.rotation import Table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -130,13 +131,13 @@ class Report:
     def __str__(self) -> str:
         lines = [f"fusion_pass: {self.summary()}"]
         for chain in self.fused:
-            lines.append(f"  fused      {_at(chain.where)}{' -> '.join(chain.roles)}{_quant(chain)}")
+            lines.append(f"  fused      {' -> '.join(chain.roles)}{_quant(chain)}{_at(chain.where)}")
             lines.append(f"             now {chain.op}" + (f"; gate: {chain.gate}" if chain.gate else ""))
         for gated in self.gated:
-            lines.append(f"  gated      {_at(gated.where)}{' -> '.join(gated.roles)}")
+            lines.append(f"  gated      {' -> '.join(gated.roles)}{_at(gated.where)}")
             lines.append(f"             left alone: {gated.gate}")
         for miss in self.near_misses:
-            lines.append(f"  near miss  {_at(miss.where)}{miss.role}")
+            lines.append(f"  near miss  {miss.role}{_at(miss.where)}")
             lines.append(f"             {miss.reason}")
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(lines)
@@ -162,7 +163,16 @@ def _roles(roles: Iterable[str]) -> tuple[str, ...]:
 
 
 def _at(where: str) -> str:
-    return f"{where}: " if where else ""
+    return f" at {_short(where)}" if where else ""
+
+
+def _short(where: str) -> str:
+    """A path as a reader wants it: from the package on, or from the current folder."""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, rest = where.rpartition(f"/{folder}/")
+        if found:
+            return rest
+    return where.removeprefix(f"{os.getcwd()}/")
 
 
 def _quant(chain: FusedChain) -> str:

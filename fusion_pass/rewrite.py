@@ -16,7 +16,8 @@ from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
 from .legality import mutates
-from .recognise.chain import Chain, ChainFinder
+from .recognise.chain import ChainFinder
+from .recognise.chain_types import Chain
 from .recognise.context import Context
 from .recognise.declared import DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line

@@ -247,7 +247,7 @@ def test_logs_and_counters(stand_in, caplog):
     with caplog.at_level(logging.DEBUG, logger="fusion_pass"):
         compiled(inner="aot_eager")(X)
     text = "\n".join(record.getMessage() for record in caplog.records)
-    assert "aot graph: 1 fused" in text and "user.py:1: fmha" in text
+    assert "aot graph: 1 fused" in text and "fused      fmha at user.py:1" in text
     assert counters["fusion_pass"]["fused"] == 1 and counters["fusion_pass"]["graphs"] == 1
 
 

@@ -57,18 +57,20 @@ def random_deepseek_v4(
     layer shows in the logits; layers route by token id, as the first three of the real model do, so that rounding
     cannot send a token to another expert. Raises ImportError without transformers >= 5.8, KeyError for an unknown size.
     """
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    import transformers
 
+    new_config: Any = transformers.DeepseekV4Config
+    new_model: Any = transformers.DeepseekV4ForCausalLM
     settings = {**SIZES[size], **overrides}
     settings.setdefault("mlp_layer_types", ["hash_moe"] * len(layer_types))
-    config = DeepseekV4Config(
+    config = new_config(
         num_hidden_layers=len(layer_types),
         layer_types=list(layer_types),
         experts_implementation=experts,
         **settings,
     )
     with torch.device(device):
-        model = DeepseekV4ForCausalLM(config).eval()
+        model: nn.Module = new_model(config).eval()
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -14,9 +14,10 @@ from ..elements.layouts import Axis, row_major
 from ..elements.moves import broadcast_index
 from .attention_match import KeyPiece, Mask, Operand
 from .attention_proof import Neutral, check_product, depends_on
-from .attention_sites import Explorer, Segment, constant_only
+from .attention_sites import Explorer, Segment
 from .descent import Family, Reach, Step, Unfollowed, advance, fit, is_tensor, replay, tensor_operands
 from .refusal import Refused
+from .region import constant_only
 
 MAX_MASKS = 4
 Element = Callable[..., torch.Tensor]
@@ -229,6 +230,7 @@ class Binder:
         if isinstance(found, Refused):
             return found
         masks, scale, scale_node = found
+        scale *= segment.rows[rows_at].factor * segment.queries[query_at].factor
         return Binding(segment, query_operand, query_at, KeyPiece(row_operand, masks), rows_at, scale, scale_node)
 
     def _check_product(self, segment: Segment, query_at: int, rows_at: int, query: Operand,

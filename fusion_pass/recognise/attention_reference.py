@@ -8,11 +8,10 @@ import torch
 import torch.fx as fx
 
 from ..elements.layouts import Axis
-from ..elements.moves import unravel
-from ..elements.numeric import Leaf, random_leaf
+from ..elements.numeric import Leaf
 from .attention_bindings import Binder, Binding
 from .attention_match import Mask, Operand
-from .attention_proof import Scored, _seed, depends_on, mask_leaf, node_leaf, product_of, raw_score
+from .attention_proof import Product, Scored, _seed, depends_on, mask_leaf, node_leaf, raw_score
 from .attention_sites import Explorer
 from .refusal import Refused
 
@@ -50,8 +49,13 @@ class Prover:
 
     def engine(self, leaves: dict[fx.Node, Leaf]) -> Scored:
         channels = self.axes.channels.size
-        products = {b.segment.scores.node: product_of(b.segment, b.query_at, b.rows_at, channels)
-                    for b in self.bindings}
+        products: dict[fx.Node, Product] = {}
+        for binding in self.bindings:
+            query, rows = binding.segment.queries[binding.query_at], binding.segment.rows[binding.rows_at]
+            node = binding.segment.scores.node
+            if node not in products:
+                products[node] = Product(binding.segment.scores, query.path, {}, channels)
+            products[node].rows[rows.node] = query.factor * rows.factor
         fused = {b.segment.site.fused.node: b.segment.site.fused for b in self.bindings
                  if b.segment.site.fused is not None}
         return Scored(self.sizes, leaves, self.constants, products, fused, self.spread)
@@ -209,5 +213,3 @@ def _masked(logit: torch.Tensor, mask: Mask, leaf: Leaf, at: torch.Tensor) -> to
         return logit + mask.coefficient * value
     return logit.masked_fill(~value if mask.kind == "keep" else value, -torch.inf)
 
-
-__all__ = ["Prover", "random_leaf", "unravel"]

@@ -17,7 +17,7 @@ from torch import Tensor
 log = logging.getLogger("fusion_pass.kernels")
 
 # Modules that register launchers when imported, relative to the kernels package. Absent ones are skipped.
-PROVIDERS = [".triton.launchers", ".gluon.launchers"]
+PROVIDERS = [".triton.launchers", ".triton.reduce_launchers", ".gluon.launchers"]
 
 
 @dataclass(frozen=True)

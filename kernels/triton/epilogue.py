@@ -70,13 +70,24 @@ def inverse_rope_rows(
     those of masked rows. cos_stride, sin_stride: elements between neighbouring pairs of a table row. Channels below
     D - 2*HALF pass unchanged, and nothing is read for them.
     """
-    pair = d0 // 2 + tl.arange(0, WIDTH // 2) - (D // 2 - HALF)
-    rotated = (pair >= 0)[None, :]
-    cos = tl.load(cos_ptr + table_offsets[0][:, None] + pair[None, :] * cos_stride, mask=rotated, other=0.0)
-    sin = tl.load(sin_ptr + table_offsets[1][:, None] + pair[None, :] * sin_stride, mask=rotated, other=0.0)
-    cos = load_fp32(cos)
-    sin = load_fp32(sin)
-    even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
+    if WIDTH % (2 * HALF) == 0 and D % (2 * HALF) == 0:
+        # Chunks as wide as the table: a thread then holds the few table entries of its own columns instead of one per
+        # column of the whole row, and the compiler sees which of its registers can belong to the rotated chunk. On the
+        # attention tile (64 x 512) that decides between no spill and a hundred bytes.
+        CHUNKS: tl.constexpr = WIDTH // (2 * HALF)
+        pair = tl.arange(0, HALF)
+        cos = load_fp32(tl.load(cos_ptr + table_offsets[0][:, None] + pair[None, :] * cos_stride))[:, None, :]
+        sin = load_fp32(tl.load(sin_ptr + table_offsets[1][:, None] + pair[None, :] * sin_stride))[:, None, :]
+        rotated = (d0 // (2 * HALF) + tl.arange(0, CHUNKS) == D // (2 * HALF) - 1)[None, :, None]
+        even, odd = tl.split(tl.reshape(x, [ROWS, CHUNKS, HALF, 2]))
+    else:
+        pair = d0 // 2 + tl.arange(0, WIDTH // 2) - (D // 2 - HALF)
+        rotated = (pair >= 0)[None, :]
+        cos = tl.load(cos_ptr + table_offsets[0][:, None] + pair[None, :] * cos_stride, mask=rotated, other=0.0)
+        sin = tl.load(sin_ptr + table_offsets[1][:, None] + pair[None, :] * sin_stride, mask=rotated, other=0.0)
+        cos = load_fp32(cos)
+        sin = load_fp32(sin)
+        even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
     # Selected, not multiplied by 1 and 0: an infinity below the rotated channels must not make its neighbour a NaN.
     rotated_even = tl.where(rotated, even * cos + odd * sin, even)
     rotated_odd = tl.where(rotated, odd * cos - even * sin, odd)
@@ -226,7 +237,10 @@ def finish_rows(
     between.
     """
     if HALF > 0:
-        x = inverse_rope_rows(x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF)
+        if WIDTH == D:
+            x = inverse_rope_rows(x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF)
+        elif d0 + WIDTH > D - 2 * HALF:  # other slices of the row have nothing to rotate
+            x = inverse_rope_rows(x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF)
     if QUANT == QUANT_NONE:
         store_rows(x, out_ptr, token, head, row_mask, num_tokens, d0, WIDTH, D, HPG)
     else:

@@ -5,9 +5,9 @@ import importlib
 
 import pytest
 import torch
-from cases import DEVICES, Maker, every_op
 from fusion_pass.kernels.ops import SPECS
 from fusion_pass.kernels.ops import attention as attention_module
+from op_cases import DEVICES, Maker, every_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' DeepSeek-V4, a 4-layer slice of V4-Flash with random weights: prefill without a cache and one cached
+decode step, plain Inductor against Inductor with the pass (and eager for orientation). Time and peak memory.
+
+Peak memory is the largest amount allocated during a call, above nothing: weights are part of it for every variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks import harness
+
+PREFILL = (2048, 8192)
+DECODE_CONTEXT = 2048
+DECODE_BATCH = (1, 8)
+LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+          "compressed_sparse_attention")
+
+
+def _timed(call: Callable[[], torch.Tensor], repeats: int) -> tuple[torch.Tensor, float, float]:
+    """(result, median milliseconds, peak GiB) of a call that was compiled before."""
+    result = call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return result, statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
+
+
+def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    return harness.norm_error(result.double(), reference.double())
+
+
+def _variants(model: torch.nn.Module) -> dict[str, Callable]:
+    return {
+        "eager": model,
+        "inductor": torch.compile(model, fullgraph=True),
+        "fusion_pass": torch.compile(model, backend="fusion_pass", fullgraph=True, options={"strict": True}),
+    }
+
+
+def run(args: argparse.Namespace) -> list[dict]:
+    """Rows: phase, tokens, batch, variant, ms, peak_gib, error against the eager result, chains fused."""
+    import fusion_pass
+    from fusion_pass.models import random_deepseek_v4, replace_grouped_linear
+
+    rows: list[dict] = []
+    torch._dynamo.config.recompile_limit = 64
+    for form in ("bf16", "fp8"):
+        model = random_deepseek_v4("flash", layer_types=LAYERS, device="cuda", experts="grouped_mm")
+        if form == "fp8":
+            replace_grouped_linear(model, "ue8m0")
+        for tokens in args.tokens or PREFILL:
+            torch._dynamo.reset()
+            ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
+            reference = None
+            for name, call in _variants(model).items():
+                known = len(fusion_pass.reports())
+                with torch.no_grad():
+                    logits, ms, peak = _timed(lambda call=call, ids=ids: call(ids, use_cache=False).logits, 5)
+                fused = [c for r in fusion_pass.reports()[known:] for c in r.fused]
+                reference = logits if reference is None else reference
+                rows.append({"phase": "prefill", "form": form, "shape": f"{form} prefill", "T": tokens, "batch": 1,
+                             "variant": name, "us": ms * 1e3, "ms": round(ms, 3), "peak_gib": round(peak, 2),
+                             "difference_from_eager": _error(logits, reference),
+                             "fused": ["+".join(c.roles) for c in fused]})
+                del logits
+                harness.free()
+        if form == "bf16" and not args.tokens:
+            rows += _decode(model)
+        del model
+        harness.free()
+    return rows
+
+
+def _decode(model: torch.nn.Module) -> list[dict]:
+    import fusion_pass
+    from transformers import DynamicCache
+
+    rows = []
+    for batch in DECODE_BATCH:
+        torch._dynamo.reset()
+        ids = torch.randint(0, model.config.vocab_size, (batch, DECODE_CONTEXT), device="cuda")
+        with torch.no_grad():
+            filled = DynamicCache(config=model.config)
+            model(ids, past_key_values=filled, use_cache=True)
+            reference = None
+            for name, call in _variants(model).items():
+                known = len(fusion_pass.reports())
+                caches = iter([copy.deepcopy(filled) for _ in range(8)])
+
+                def step(call=call, caches=caches) -> torch.Tensor:
+                    return call(ids[:, :1], past_key_values=next(caches), use_cache=True).logits
+
+                logits, ms, peak = _timed(step, 5)
+                reference = logits if reference is None else reference
+                fused = [c for r in fusion_pass.reports()[known:] for c in r.fused]
+                rows.append({"phase": "decode", "form": "bf16", "shape": f"decode batch {batch}", "T": batch,
+                             "batch": batch, "variant": name, "us": ms * 1e3, "ms": round(ms, 3),
+                             "peak_gib": round(peak, 2), "difference_from_eager": _error(logits, reference),
+                             "fused": ["+".join(c.roles) for c in fused]})
+    return rows

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launcher of the Hopper attention: gathered keys from one or two pools, or dense keys with causality, window and mask.
+
+The kernel (attention_kernel.py) is imported at the first launch, after :func:`unsupported_reason` has accepted.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HEAD_DIM = 512
+TILE = 64
+LOG2E = 1.4426950408889634
+KINDS = {"plain": 0, "rope": 1, "quant": 2, "partial": 3}
+TESTED_TRITON = ((3, 6),)  # Gluon is experimental: only versions this kernel was compiled and measured with
+LIST_BYTES = 64 << 20  # of temporary key lists of a dense mask
+_LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if LIST_BYTES allows
+
+# Launch parameters per epilogue, measured on H200 (python -m benchmarks attention --variants regenerates the table):
+# matrix products left in flight when the other warpgroup's turn is signalled, registers of the two worker
+# partitions (the default partition gets 504 - both).
+TUNING = {
+    "plain": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "rope": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "quant": {"OUTSTANDING": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+    "partial": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
+}
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What is written, for T tokens in all.
+
+    kind "plain": out [T, H, 512].
+    "rope": inverse RoPE, out [G, T, K].
+    "quant": inverse RoPE, out = E4M3 codes [G, T, K] with scales fp32 [G, K/block, M] or, packed, int32
+    [G, K/(4*block), M]; M = T rounded up to 4, padding written as 0.
+    "partial": out [P, T, H, 512] (bf16 or fp32, normalised, no sink) with natural-log lse fp32 [P, T, H].
+    cos, sin: [rows, half], contiguous; token t uses row t % rows.
+    """
+
+    kind: str
+    out: Tensor
+    scales: Tensor | None = None
+    lse: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    groups: int = 1
+    block: int = 128
+    scale_rule: str = "fp32"
+    floor: float = 1e-12
+    packed: bool = False
+
+
+def hopper_reason(device: torch.device) -> str | None:
+    """Why the Hopper kernels cannot run on `device` with the installed Triton, or None."""
+    if device.type != "cuda":
+        return f"device {device.type}"
+    if torch.version.hip is not None:
+        return "ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}; the kernel is written for 9.0"
+    version = _triton_version()
+    if version not in TESTED_TRITON:
+        return f"triton {'.'.join(map(str, version)) or 'missing'}; tested with 3.6"
+    return None
+
+
+def unsupported_reason(
+    q: Tensor,
+    kv: Tensor,
+    *,
+    scale: float,
+    extra_kv: Tensor | None = None,
+    block: int = 128,
+    half: int = 0,
+) -> str | None:
+    """Why the Hopper kernel cannot run these arguments, or None. Reads metadata only.
+
+    q: [.., H, 512]; kv, extra_kv: [.., N, 512]; half: columns of the rope tables (0 = no rotation).
+    """
+    if reason := hopper_reason(q.device):
+        return reason
+    if q.dtype != torch.bfloat16:
+        return f"dtype {q.dtype}; bfloat16 only"
+    if q.shape[-1] != HEAD_DIM:
+        return f"head_dim {q.shape[-1]}; 512 only"
+    if not scale > 0:
+        return f"scale {scale} is not positive"
+    if half > 64:
+        return f"rope_dim {2 * half}; at most 128"
+    if block not in (128, 32):
+        return f"quantisation block {block}; 128 or 32"
+    for name, pool in (("kv", kv), ("extra_kv", extra_kv)):
+        if pool is not None and not _rows_aligned(pool):
+            return f"{name} rows are not contiguous or not aligned to 16 bytes"
+    return None
+
+
+def _triton_version() -> tuple[int, ...]:
+    try:
+        from .hopper import triton_version
+    except ImportError:
+        return ()
+    return triton_version()
+
+
+def _rows_aligned(rows: Tensor) -> bool:
+    """Whether 16-byte loads of rows [.., N, 512] work and the leading dimensions flatten into one row index."""
+    if rows.numel() == 0:
+        return True
+    flat = rows.dim() == 2 or rows.shape[0] == 1 or rows.stride(0) == rows.shape[1] * rows.stride(1)
+    return flat and rows.stride(-1) == 1 and rows.stride(-2) % 8 == 0 and rows.data_ptr() % 16 == 0
+
+
+def _aligned_q(q: Tensor) -> Tensor:
+    good = q.stride(-1) == 1 and all(s % 8 == 0 for s in q.stride()[:-1]) and q.data_ptr() % 16 == 0
+    return q if good else q.contiguous()
+
+
+def _even_rows(indices: Tensor) -> Tensor:
+    """Index lists whose rows start at even columns, so that neighbouring indices load together."""
+    if indices.stride(-1) == 1 and (indices.stride(0) % 2 == 0 or indices.shape[0] == 1):
+        return indices
+    width = indices.shape[1]
+    padded = indices.new_empty(indices.shape[0], width + width % 2)[:, :width]
+    return padded.copy_(indices)
+
+
+def choose_splits(tokens: int, heads: int, keys: int, sm_count: int) -> int:
+    """Shares of the keys per token so that small batches fill the GPU; no share is empty. From capacities only."""
+    jobs = tokens * math.ceil(heads / TILE)
+    pairs = max(1, math.ceil(keys / (2 * TILE)))
+    splits = max(1, min(pairs, sm_count // max(jobs, 1)))
+    return math.ceil(pairs / math.ceil(pairs / splits))
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Key lists of one launch: row r belongs to token token0 + r."""
+
+    index: Tensor
+    width: int
+    length: Tensor | None = None
+    bias: Tensor | None = None
+    index2: Tensor | None = None
+    width2: int = 0
+    length2: Tensor | None = None
+
+
+def _launch(
+    q: Tensor,
+    kv: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    epilogue: Epilogue,
+    *,
+    lists: _Lists | None,
+    extra_kv: Tensor | None = None,
+    token0: int = 0,
+    tokens: int,
+    splits: int = 1,
+    causal: bool = False,
+    window: int = 0,
+    tuning: dict[str, int] | None = None,
+) -> None:
+    """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512]."""
+    from .attention_kernel import attention_kernel
+
+    batches, queries, heads, _ = q.shape
+    q = _aligned_q(q)
+    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
+    if kv.numel() == 0:
+        kv = q  # no row of it is ever addressed
+    if extra_kv is not None and extra_kv.numel() == 0:
+        extra_kv = q
+    kv_keys = rows if lists is not None else rows // (kv.shape[0] if kv.dim() == 3 else 1)
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    jobs = tokens * math.ceil(heads / TILE) * splits
+    total = batches * queries
+    rope = epilogue.cos is not None
+    packed = epilogue.packed
+    out = epilogue.out
+    scales = epilogue.scales
+    if scales is not None and packed:
+        scales = scales.view(torch.int8)
+    attention_kernel[(min(sms, jobs),)](
+        q,
+        kv,
+        kv if extra_kv is None else extra_kv,
+        q if lists is None else lists.index,
+        q if lists is None or lists.index2 is None else lists.index2,
+        q if lists is None or lists.length is None else lists.length,
+        q if lists is None or lists.length2 is None else lists.length2,
+        q if lists is None or lists.bias is None else lists.bias,
+        q if sink is None else sink,
+        epilogue.cos if rope else q,
+        epilogue.sin if rope else q,
+        out,
+        out if scales is None else scales,
+        out if epilogue.lse is None else epilogue.lse,
+        scale * LOG2E,
+        epilogue.floor,
+        jobs,
+        tokens,
+        token0,
+        splits,
+        kv.stride(-2) // 8,
+        0 if extra_kv is None else extra_kv.stride(-2) // 8,
+        rows,
+        0 if extra_kv is None else extra_kv.shape[0],
+        0 if lists is None else lists.index.stride(0) // 2,
+        0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
+        kv_keys if lists is None else lists.width,
+        0 if lists is None else lists.width2,
+        queries,
+        window,
+        int(causal),
+        q.stride(0) // 8,
+        q.stride(1) // 8,
+        q.stride(2) // 8,
+        epilogue.cos.shape[0] if rope else 1,
+        total,
+        scales.shape[-1] // (4 if packed else 1) if scales is not None else 0,
+        HEADS=heads,
+        PER_GROUP=heads // epilogue.groups,
+        HALF=epilogue.cos.shape[1] if rope else 32,
+        FORM=1 if lists is None else 0,
+        POOLS=1 if extra_kv is None else 2,
+        HAS_LENGTH0=lists is not None and lists.length is not None,
+        HAS_LENGTH1=lists is not None and lists.length2 is not None,
+        HAS_BIAS=lists is not None and lists.bias is not None,
+        HAS_SINK=sink is not None,
+        BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
+        EPILOGUE=KINDS[epilogue.kind],
+        BLOCK=epilogue.block,
+        POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
+        PACKED=packed,
+        BATCHED=batches > 1,
+        ROPE_SHARED=rope and epilogue.cos.shape[0] != total,
+        num_warps=4,
+        **(TUNING[epilogue.kind] | (tuning or {})),
+    )
+
+
+def launch_gathered(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    epilogue: Epilogue,
+    *,
+    lengths: Tensor | None = None,
+    extra_kv: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    splits: int = 1,
+    tuning: dict[str, int] | None = None,
+) -> None:
+    """Attention of q [T, H, 512] over rows of kv [N, 512] (and extra_kv [N2, 512]) given by index lists.
+
+    indices [T, Kk] int32 or int64, negative or past the pool = invalid; lengths [T]: only the first lengths[t] columns
+    count. One softmax over both pools. Writes `epilogue`; with kind "partial" its out has `splits` as leading size.
+    T must be positive.
+    """
+    # no column is read where there is none: any non-empty tensor of the right dtype stands in
+    width = indices.shape[1] if kv.numel() else 0
+    indices = _even_rows(indices) if indices.numel() else q.new_empty(q.shape[0], 2, dtype=indices.dtype)
+    lists = _Lists(indices, width, lengths)
+    if extra_indices is not None and extra_kv is not None and extra_indices.numel():
+        second = _even_rows(extra_indices)
+        lists = _Lists(indices, lists.width, lengths, None, second, second.shape[1], extra_lengths)
+    else:
+        extra_kv = None
+    _launch(
+        q.unsqueeze(0),
+        kv,
+        sink,
+        scale,
+        epilogue,
+        lists=lists,
+        extra_kv=extra_kv,
+        tokens=q.shape[0],
+        splits=splits,
+        tuning=tuning,
+    )
+
+
+def launch_dense(
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    epilogue: Epilogue,
+    *,
+    causal: bool = False,
+    window: int = 0,
+    splits: int = 1,
+    tuning: dict[str, int] | None = None,
+) -> None:
+    """Attention of q [B, S, H, 512] over kv [B or 1, N, 512] with causality, sliding window and mask [B or 1, S, N].
+
+    A mask is turned into lists of the visible keys, a chunk of queries at a time, so that the work is proportional to
+    what is attended and the temporary lists stay within LIST_BYTES. B * S must be positive.
+    """
+    batches, queries, heads, _ = q.shape
+    total = batches * queries
+    keys = kv.shape[1]
+    if mask is None or keys == 0:
+        _launch(
+            q,
+            kv,
+            sink,
+            scale,
+            epilogue,
+            lists=None,
+            tokens=total,
+            splits=splits,
+            causal=causal,
+            window=window,
+            tuning=tuning,
+        )
+        return
+    from ..triton.mask_lists import visible_key_lists
+
+    additive = mask.dtype != torch.bool
+    width = keys + keys % 2
+    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    per_row = width * (4 + (mask.element_size() if additive else 0))
+    chunk = min(total, _LIST_WAVES * sms, max(1, LIST_BYTES // per_row // sms) * sms)
+    index = torch.empty(chunk, width, dtype=torch.int32, device=q.device)
+    bias = torch.empty(chunk, width, dtype=mask.dtype, device=q.device) if additive else None
+    length = torch.empty(chunk, dtype=torch.int32, device=q.device)
+    for token0 in range(0, total, chunk):
+        tokens = min(chunk, total - token0)
+        visible_key_lists(
+            mask,
+            token0,
+            tokens,
+            kv_batches=kv.shape[0],
+            causal=causal,
+            window=window,
+            index=index,
+            bias=bias,
+            length=length,
+        )
+        lists = _Lists(index, keys, length, bias)
+        _launch(q, kv, sink, scale, epilogue, lists=lists, token0=token0, tokens=tokens, splits=splits, tuning=tuning)

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Persistent warp-specialised attention for Hopper: one latent per key used as K and V, head_dim 512.
+
+Three warpgroups per CTA, one CTA per SM, each walking through the jobs (token, 64 heads, share of the keys):
+
+- `producer` gathers key rows with cp.async: 64 keys (a tile) in four chunks of 128 columns, two tiles (a pair) ahead.
+- `consumer_left` computes the scores of the first tile of each pair and owns output columns 0..255.
+- `consumer_right` computes the scores of the second tile and owns columns 256..511.
+
+Both need both tiles' probabilities: each keeps its own in registers and reads the other's from shared memory. The
+running maximum is shared (left's enters right's and comes back), the two partial denominators meet once at the end. The
+scores of the two tiles are ordered (barrier `turn`), so that the softmax of one warpgroup hides behind the matrix
+products of the other, and each chunk is released as soon as its last product is done.
+
+Chunk order within a tile is 0, 2, 1, 3 (left's first, right's first, left's second, right's second), for the loads and
+for the score products alike. A barrier's parity is the running number of pairs (or jobs) of this CTA, modulo 2.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .attention_epilogue import Output
+from .attention_shared import allocate_shared
+from .hopper import (
+    COLUMNS,
+    EPILOGUE_PARTIAL,
+    HEAD_DIM,
+    LAZY,
+    OUTPUT,
+    PROBABILITIES,
+    SCORES,
+    START_MAX,
+    TILE,
+    Jobs,
+    Keys,
+    exp2_approx,
+    pin,
+    rescale,
+)
+
+
+@gluon.jit
+def softmax_step(s, term, maximum, scale):
+    """(new reference point in log2 units, probabilities) of one tile's scores s[64 heads, 64 keys].
+
+    The reference point is the running maximum, or an older one not more than LAZY below it.
+    """
+    s = s * scale + gl.expand_dims(term, 0)
+    new = gl.maximum(maximum, gl.max(s, 1))
+    new = gl.where(new > maximum + LAZY, new, maximum)
+    return new, exp2_approx(s - gl.expand_dims(new, 1))
+
+
+@gluon.jit
+def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constexpr):
+    """Queue q_chunk @ k_chunk^T onto s, once the chunk has arrived; the first chunk of the order overwrites s.
+
+    `z` is an opaque zero: with constant buffer indices the compiler would keep some hundred wgmma descriptors alive
+    over the loop and spill a kilobyte of registers per thread.
+    """
+    mbarrier.wait(sh.full[TILE_OF_PAIR * 4 + CHUNK], parity)
+    k = sh.k[TILE_OF_PAIR * 4 + CHUNK].index(z).permute((1, 0))
+    return warpgroup_mma(sh.q[CHUNK].index(z), k, s, use_acc=CHUNK != 0, is_async=True)
+
+
+@gluon.jit
+def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr):
+    """One pair of tiles for consumer_left: enters with its scores complete and unless LAST leaves with the next."""
+    list_row, first, count0, count1 = where
+    z = j >> 30
+    m0, p = softmax_step(s, term, m, scale)
+    factor = exp2_approx(m - m0)
+    pb = p.to(gl.bfloat16)
+    sh.p[0].index(0).store(pb)
+    sh.stats[0].store(m0)
+    fence_async_shared()
+    mbarrier.arrive(sh.p_ready[0])
+    l = l * factor + gl.sum(p, 1)
+    operand = gl.convert_layout(pb, PROBABILITIES)
+    oa = rescale(oa, factor)
+    ta = warpgroup_mma(operand, sh.k[0].index(z), oa, is_async=True)
+    ob = rescale(ob, factor)
+    tb = warpgroup_mma(operand, sh.k[1].index(z), ob, is_async=True)
+    if not LAST:
+        index, bias = keys.load_terms(2 * j + 2, list_row, first, count0, count1)
+    oa = warpgroup_mma_wait(1, deps=[ta])
+    mbarrier.arrive(sh.empty[0])
+    # the other tile
+    mbarrier.wait(sh.p_ready[1], parity)
+    m = sh.stats[1].load(gl.SliceLayout(1, SCORES))
+    factor = exp2_approx(m0 - m)
+    l = l * factor
+    oa = rescale(oa, factor)
+    ta = warpgroup_mma(sh.p[1].index(z), sh.k[4].index(z), oa, is_async=True)
+    ob = warpgroup_mma_wait(1, deps=[tb])
+    mbarrier.arrive(sh.empty[1])
+    ob = rescale(ob, factor)
+    tb = warpgroup_mma(sh.p[1].index(z), sh.k[5].index(z), ob, is_async=True)
+    oa = warpgroup_mma_wait(1, deps=[ta])
+    mbarrier.arrive(sh.empty[4])
+    if not LAST:
+        t = gl.zeros([TILE, TILE], gl.float32, SCORES)
+        t = scores_chunk(sh, t, z, parity ^ 1, 0, 0)
+        ob = warpgroup_mma_wait(1, deps=[tb])
+        mbarrier.arrive(sh.empty[5])
+        t = scores_chunk(sh, t, z, parity ^ 1, 0, 2)
+        t = scores_chunk(sh, t, z, parity ^ 1, 0, 1)
+        t = scores_chunk(sh, t, z, parity ^ 1, 0, 3)
+        term = keys.term(index, bias, 2 * j + 2, count0)
+        mbarrier.wait(sh.empty[3], parity)  # the other warpgroup has read this one's probabilities
+        t = warpgroup_mma_wait(OUTSTANDING, deps=[t])
+        mbarrier.arrive(sh.turn)
+        s = warpgroup_mma_wait(0, deps=[t])
+    else:
+        ob = warpgroup_mma_wait(0, deps=[tb])
+        mbarrier.arrive(sh.empty[5])
+    return s, term, m, l, oa, ob
+
+
+@gluon.jit
+def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
+    """Scores of each pair's first tile; output columns 0..255."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    done = 0  # pairs finished by this CTA
+    turn = 0  # jobs finished by this CTA
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
+        first, count0, count1 = keys.counts(token, list_row)
+        low, high = jobs.pairs(split, count0, count1)
+        where = (list_row, first, count0, count1)
+        z = job >> 30
+        parity = done & 1
+        m = gl.full([TILE], START_MAX, gl.float32, ROWS)
+        l = gl.zeros([TILE], gl.float32, ROWS)
+        oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
+        ob = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
+        index, bias = keys.load_terms(2 * low, list_row, first, count0, count1)
+        mbarrier.wait(sh.q_full, turn & 1)
+        t = gl.zeros([TILE, TILE], gl.float32, SCORES)
+        t = scores_chunk(sh, t, z, parity, 0, 0)
+        t = scores_chunk(sh, t, z, parity, 0, 2)
+        t = scores_chunk(sh, t, z, parity, 0, 1)
+        t = scores_chunk(sh, t, z, parity, 0, 3)
+        term = keys.term(index, bias, 2 * low, count0)
+        mbarrier.arrive(sh.turn)
+        s = warpgroup_mma_wait(0, deps=[t])
+        for j in range(low, high - 1):
+            parity = (done + j - low) & 1
+            s, term, m, l, oa, ob = left_pair(
+                sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, False, OUTSTANDING
+            )
+        # the last pair is peeled: it starts no further scores, and q is free
+        mbarrier.arrive(sh.q_empty)
+        parity = (done + high - 1 - low) & 1
+        s, term, m, l, oa, ob = left_pair(
+            sh, keys, high - 1, parity, s, term, m, l, oa, ob, where, scale, True, OUTSTANDING
+        )
+        sh.stats[2].store(l)
+        mbarrier.arrive(sh.sum_ready[0])
+        mbarrier.wait(sh.sum_ready[1], turn & 1)
+        sums = l + sh.stats[3].load(ROWS)
+        mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
+        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, job >= 0, 0)
+        done += high - low
+        turn += 1
+
+
+@gluon.jit
+def consumer_right(sh, keys, jobs, output, scale):
+    """Scores of each pair's second tile; output columns 256..511.
+
+    The first round is a dry run: no pairs, and an epilogue that writes nothing. It fetches the epilogue's instructions
+    while the first keys are still on their way; from a cold cache they would take microseconds at the end of the job.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    done = 0
+    turn = 0
+    for job in range(gl.program_id(0) - gl.num_programs(0), jobs.count, gl.num_programs(0)):
+        live = job >= 0
+        block, split, list_row, token = jobs.place(gl.maximum(job, 0))
+        first, count0, count1 = keys.counts(token, list_row)
+        low, high = jobs.pairs(split, count0, count1)
+        high = gl.where(live, high, low)
+        m = gl.full([TILE], START_MAX, gl.float32, ROWS)
+        l = gl.zeros([TILE], gl.float32, ROWS)
+        oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
+        ob = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
+        for j in range(low, high):
+            z = j >> 30
+            parity = (done + j - low) & 1
+            index, bias = keys.load_terms(2 * j + 1, list_row, first, count0, count1)
+            mbarrier.wait(sh.q_full, turn & 1)
+            mbarrier.wait(sh.turn, parity)
+            t = gl.zeros([TILE, TILE], gl.float32, SCORES)
+            t = scores_chunk(sh, t, z, parity, 1, 0)
+            t = scores_chunk(sh, t, z, parity, 1, 2)
+            t = scores_chunk(sh, t, z, parity, 1, 1)
+            t = scores_chunk(sh, t, z, parity, 1, 3)
+            term = keys.term(index, bias, 2 * j + 1, count0)
+            # the other warpgroup's tile, queued behind the own scores
+            mbarrier.wait(sh.p_ready[0], parity)
+            m0 = sh.stats[0].load(ROWS)
+            before = exp2_approx(m - m0)
+            oa = rescale(oa, before)
+            ob = rescale(ob, before)
+            ta = warpgroup_mma(sh.p[0].index(z), sh.k[2].index(z), oa, is_async=True)
+            tb = warpgroup_mma(sh.p[0].index(z), sh.k[3].index(z), ob, is_async=True)
+            s = warpgroup_mma_wait(2, deps=[t])
+            mbarrier.arrive(sh.q_empty, pred=j + 1 == high)
+            m, p = softmax_step(s, term, m0, scale)
+            after = exp2_approx(m0 - m)
+            pb = p.to(gl.bfloat16)
+            mbarrier.wait(sh.empty[5], parity ^ 1)  # the other warpgroup has read the last pair's probabilities
+            sh.p[1].index(0).store(pb)
+            sh.stats[1].store(m)
+            fence_async_shared()
+            mbarrier.arrive(sh.p_ready[1])
+            l = l * (before * after) + gl.sum(p, 1)
+            operand = gl.convert_layout(pb, PROBABILITIES)
+            oa = warpgroup_mma_wait(1, deps=[ta])
+            mbarrier.arrive(sh.empty[2])
+            oa = rescale(oa, after)
+            ta = warpgroup_mma(operand, sh.k[6].index(z), oa, is_async=True)
+            ob = warpgroup_mma_wait(1, deps=[tb])
+            mbarrier.arrive(sh.empty[3])
+            ob = rescale(ob, after)
+            tb = warpgroup_mma(operand, sh.k[7].index(z), ob, is_async=True)
+            oa = warpgroup_mma_wait(1, deps=[ta])
+            mbarrier.arrive(sh.empty[6])
+            ob = warpgroup_mma_wait(0, deps=[tb])
+            mbarrier.arrive(sh.empty[7])
+            oa = pin(oa)
+            ob = pin(ob)
+        sh.stats[3].store(l)
+        mbarrier.arrive(sh.sum_ready[1], pred=live)
+        mbarrier.wait(sh.sum_ready[0], turn & 1, pred=live)
+        sums = l + sh.stats[2].load(ROWS)
+        mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1, pred=live)
+        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, live, 1)
+        done += high - low
+        turn += live.to(gl.int32)
+
+
+@gluon.jit
+def gather_chunk(sh, pointers, valid, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constexpr):
+    """Refill one chunk once it is free. Invalid keys get zeros: whatever a pool holds behind them cannot leak."""
+    mbarrier.wait(sh.empty[TILE_OF_PAIR * 4 + CHUNK], parity)
+    async_copy.async_copy_global_to_shared(
+        sh.k[TILE_OF_PAIR * 4 + CHUNK].index(0), pointers + COLUMNS * CHUNK, mask=valid
+    )
+    async_copy.mbarrier_arrive(sh.full[TILE_OF_PAIR * 4 + CHUNK], increment_count=False)
+
+
+@gluon.jit
+def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
+    """Load q and the key rows of every job, as far ahead as the buffers allow."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, WIDE))
+    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE)), 0)
+    batch_stride, token_stride, head_stride = q_strides  # elements / 8
+    done = 0
+    turn = 0
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
+        first, count0, count1 = keys.counts(token, list_row)
+        low, high = jobs.pairs(split, count0, count1)
+        index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
+        head = block * TILE + lane
+        q_row = head.to(gl.int64) * head_stride
+        if BATCHED:
+            batch = token // keys.queries
+            q_row += batch.to(gl.int64) * batch_stride + (token - batch * keys.queries).to(gl.int64) * token_stride
+        else:
+            q_row += token.to(gl.int64) * token_stride
+        q_row *= 8
+        q_pointers = q + gl.expand_dims(q_row, 1) + column
+        in_heads = gl.expand_dims(head < jobs.HEADS, 1)
+        mbarrier.wait(sh.q_empty, (turn & 1) ^ 1)
+        for chunk in gl.static_range(HEAD_DIM // COLUMNS):
+            if jobs.HEADS % TILE == 0:
+                async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), q_pointers + COLUMNS * chunk)
+            else:
+                async_copy.async_copy_global_to_shared(
+                    sh.q[chunk].index(0), q_pointers + COLUMNS * chunk, mask=in_heads
+                )
+        async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
+        for j in range(low, high):
+            parity = (done & 1) ^ 1
+            for half in gl.static_range(2):
+                valid = keys.valid(index, 2 * j + half, count0)
+                pointers = gl.expand_dims(keys.locate(index, valid, 2 * j + half, count0), 1) + column
+                mask = gl.expand_dims(valid, 1)
+                index = keys.load_tile(2 * j + half + 1, lane, list_row, first, count0, count1)
+                gather_chunk(sh, pointers, mask, parity, half, 0)
+                gather_chunk(sh, pointers, mask, parity, half, 2)
+                gather_chunk(sh, pointers, mask, parity, half, 1)
+                gather_chunk(sh, pointers, mask, parity, half, 3)
+            done += 1
+        turn += 1
+
+
+RUNTIME_INTEGERS = [
+    "jobs_count", "tokens", "token0", "splits", "stride0", "stride1", "rows0", "rows1", "index_stride0",
+    "index_stride1", "width0", "width1", "queries", "window", "causal", "q_batch_stride", "q_token_stride",
+    "q_head_stride", "rope_period", "total", "padded", "scale", "floor",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
+def attention_kernel(
+    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
+    scale, floor, jobs_count, tokens, token0, splits, stride0, stride1, rows0, rows1, index_stride0, index_stride1,
+    width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded,
+    HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
+    HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
+    BATCHED_KV: gl.constexpr, EPILOGUE: gl.constexpr, BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr,
+    PACKED: gl.constexpr, BATCHED: gl.constexpr, ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
+    keys = Keys(
+        kv0, kv1, stride0, stride1, rows0, rows1, index0, index1, index_stride0, index_stride1, width0, width1,
+        length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
+    )  # fmt: skip
+    jobs = Jobs(jobs_count, tokens, token0, splits, HEADS, EPILOGUE == EPILOGUE_PARTIAL)
+    output = Output(
+        out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
+        HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
+    )  # fmt: skip
+    sh = allocate_shared()
+    q_strides = (q_batch_stride, q_token_stride, q_head_stride)
+    gl.warp_specialize(
+        [
+            (consumer_right, (sh, keys, jobs, output, scale)),
+            (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+            (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

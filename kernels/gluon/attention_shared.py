@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared memory and barriers of the Hopper attention."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.core import _aggregate as aggregate
+
+from .hopper import COLUMNS, TILE, allocate_barrier
+
+
+@aggregate
+class Shared:
+    """Shared memory and barriers. `full`/`empty` are indexed tile * 4 + chunk."""
+
+    q: gl.tuple  # 4 x [1, 64, 128] bf16
+    k: gl.tuple  # 8 x [1, 64, 128] bf16
+    p: gl.tuple  # 2 x [2, 64, 64] bf16: probabilities; all of it stages the output
+    stats: gl.tuple  # 4 x [64] fp32: maxima of left and right, denominators of left and right
+    full: gl.tuple
+    empty: gl.tuple
+    p_ready: gl.tuple
+    sum_ready: gl.tuple
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, p, stats, full, empty, p_ready, sum_ready, q_full, q_empty, turn):
+        self.q = q
+        self.k = k
+        self.p = p
+        self.stats = stats
+        self.full = full
+        self.empty = empty
+        self.p_ready = p_ready
+        self.sum_ready = sum_ready
+        self.q_full = q_full
+        self.q_empty = q_empty
+        self.turn = turn
+
+
+@gluon.jit
+def allocate_shared():
+    """All of the CTA's shared memory: 64 KiB of q, 128 KiB of keys, 32 KiB of probabilities, statistics, barriers."""
+    SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    q0 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    q1 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    q2 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    q3 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k0 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k1 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k2 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k3 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k4 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k5 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k6 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k7 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    p0 = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, TILE], SWIZZLED)
+    p1 = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, TILE], SWIZZLED)
+    s0 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
+    s1 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
+    s2 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
+    s3 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
+    threads: gl.constexpr = 128  # every producer thread signals its own copies
+    full = (
+        allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
+        allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
+    )  # fmt: skip
+    empty = (
+        allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1),
+        allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1),
+    )  # fmt: skip
+    p_ready = (allocate_barrier(1), allocate_barrier(1))
+    sum_ready = (allocate_barrier(1), allocate_barrier(1))
+    return Shared(
+        (q0, q1, q2, q3), (k0, k1, k2, k3, k4, k5, k6, k7), (p0, p1), (s0, s1, s2, s3), full, empty, p_ready, sum_ready,
+        allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1),
+    )  # fmt: skip

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Building blocks that the Hopper kernels share: tile layouts, PTX one-liners, and what a job of the attention is.
+
+Gluon is ``triton.experimental``: this package is imported only behind a gate that has checked the Triton version.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.core import _aggregate as aggregate
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+HEAD_DIM = gl.constexpr(512)
+TILE = gl.constexpr(64)  # keys per tile, and heads per job
+COLUMNS = gl.constexpr(128)  # columns per chunk of a tile
+
+# One warpgroup's accumulators: scores [64 heads, 64 keys] and output [64 heads, 128 columns].
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+PROBABILITIES = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
+
+# Scores of invalid keys. The running maximum starts far above it, so that exp2 gives an exact zero and never sees the
+# rounding residue of (-1e30) - (-1e30) in a row that has met only invalid keys so far.
+MASKED_SCORE = gl.constexpr(-1e30)
+START_MAX = gl.constexpr(-1e9)
+# The reference point of the exponentials follows the running maximum only when that has grown by more than this (log2
+# units): probabilities stay below 2**8, which bf16 and the fp32 sums hold as well, and rescaling becomes rare.
+LAZY = gl.constexpr(8.0)
+
+# What the consumers do with a finished row.
+EPILOGUE_PLAIN = gl.constexpr(0)  # out[T, H, D]
+EPILOGUE_ROPE = gl.constexpr(1)  # inverse RoPE, out[G, T, K]
+EPILOGUE_QUANT = gl.constexpr(2)  # inverse RoPE, E4M3 codes[G, T, K] and their scales
+EPILOGUE_PARTIAL = gl.constexpr(3)  # normalised partial[P, T, H, D] and lse[P, T, H]
+
+# Where a token's keys are.
+KEYS_LISTED = gl.constexpr(0)  # index lists into one or two pools
+KEYS_RANGE = gl.constexpr(1)  # one contiguous range of rows per token, from causality and window
+
+
+@gluon.jit
+def exp2_approx(x):
+    """2**x with denormals flushed: gl.exp2 goes through a slower path that keeps them."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pin(x):
+    """Identity that the compiler cannot look through.
+
+    Without it ptxas moves the rescaling of an accumulator across the wait of another group and then serialises wgmma
+    (its warning C7517). No instruction remains in the machine code.
+    """
+    return gl.inline_asm_elementwise("// pin $0", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+def _rescale_asm() -> tuple[str, str]:
+    """PTX that multiplies 64 registers by their row's factor unless all factors of the warp are 1, and its constraints.
+
+    In an accumulator [64, 128] a thread holds two rows; elements 0 and 2 of the 64 belong to different ones.
+    """
+    test = (
+        "setp.neu.f32 p, $128, 0f3F800000; setp.neu.f32 q, $130, 0f3F800000; or.pred p, p, q; "
+        "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; "
+    )
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${128 + i};" for i in range(64))
+    constraints = ["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64
+    return "{ .reg .pred p, q; " + test + products + " DONE: }", ",".join(constraints)
+
+
+RESCALE_ASM = gl.constexpr(_rescale_asm()[0])
+RESCALE_CONSTRAINTS = gl.constexpr(_rescale_asm()[1])
+
+
+@gluon.jit
+def rescale(x, factor):
+    """x[64, 128] times factor[64] per row, skipped by warps in which every factor is 1 (see `softmax_step`)."""
+    return gl.inline_asm_elementwise(
+        RESCALE_ASM, RESCALE_CONSTRAINTS, [x, per_row(factor)], dtype=gl.float32, is_pure=False, pack=64
+    )
+
+
+@gluon.jit
+def per_row(x):
+    """[64] in the scores' row layout -> [64, 1] in the output's: both hold a row in the same threads."""
+    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, OUTPUT)), 1)
+
+
+@aggregate
+class Keys:
+    """Where the keys are. Strides of rows are in units that keep 16-byte loads provable: see the launcher."""
+
+    kv0: gl.tensor
+    kv1: gl.tensor
+    stride0: gl.tensor  # elements / 8
+    stride1: gl.tensor
+    rows0: gl.tensor  # rows of the pool; a larger index counts as invalid
+    rows1: gl.tensor
+    index0: gl.tensor
+    index1: gl.tensor
+    index_stride0: gl.tensor  # elements / 2
+    index_stride1: gl.tensor
+    width0: gl.tensor  # columns of the index list
+    width1: gl.tensor
+    length0: gl.tensor  # per-token lengths, read only if HAS_LENGTH0
+    length1: gl.tensor
+    bias: gl.tensor  # additive scores beside index0, read only if HAS_BIAS
+    queries: gl.tensor  # S: query tokens of one sequence
+    window: gl.tensor  # sliding window, 0 = none (KEYS_RANGE)
+    causal: gl.tensor  # 0 or 1 (KEYS_RANGE)
+    FORM: gl.constexpr
+    POOLS: gl.constexpr
+    HAS_LENGTH0: gl.constexpr
+    HAS_LENGTH1: gl.constexpr
+    HAS_BIAS: gl.constexpr
+    BATCHED_KV: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, kv0, kv1, stride0, stride1, rows0, rows1, index0, index1, index_stride0, index_stride1, width0, width1,
+        length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
+    ):  # fmt: skip
+        self.kv0 = kv0
+        self.kv1 = kv1
+        self.stride0 = stride0
+        self.stride1 = stride1
+        self.rows0 = rows0
+        self.rows1 = rows1
+        self.index0 = index0
+        self.index1 = index1
+        self.index_stride0 = index_stride0
+        self.index_stride1 = index_stride1
+        self.width0 = width0
+        self.width1 = width1
+        self.length0 = length0
+        self.length1 = length1
+        self.bias = bias
+        self.queries = queries
+        self.window = window
+        self.causal = causal
+        self.FORM = gl.constexpr(FORM)
+        self.POOLS = gl.constexpr(POOLS)
+        self.HAS_LENGTH0 = gl.constexpr(HAS_LENGTH0)
+        self.HAS_LENGTH1 = gl.constexpr(HAS_LENGTH1)
+        self.HAS_BIAS = gl.constexpr(HAS_BIAS)
+        self.BATCHED_KV = gl.constexpr(BATCHED_KV)
+
+    @gluon.jit
+    def counts(self, token, list_row):
+        """(first row of a range, keys in pool 0, keys in pool 1) of one token."""
+        first = token * 0
+        count0 = self.width0
+        count1 = token * 0
+        if self.FORM == KEYS_RANGE:
+            # causal: key n is visible to query s iff n <= s + N - S; with a window w, only if n > s + N - S - w
+            last = token % self.queries + self.width0 - self.queries
+            first = gl.where(self.window > 0, gl.maximum(last - self.window + 1, 0), 0)
+            count0 = gl.maximum(gl.where(self.causal != 0, last + 1, self.width0) - first, 0)
+            if self.BATCHED_KV:
+                first += token // self.queries * self.width0
+        else:
+            if self.HAS_LENGTH0:
+                count0 = gl.minimum(gl.maximum(gl.load(self.length0 + list_row).to(gl.int32), 0), self.width0)
+            if self.POOLS == 2:
+                count1 = self.width1
+                if self.HAS_LENGTH1:
+                    count1 = gl.minimum(gl.maximum(gl.load(self.length1 + list_row).to(gl.int32), 0), self.width1)
+        return first, count0, count1
+
+    @gluon.jit
+    def load_tile(self, tile, lane, list_row, first, count0, count1):
+        """Indices of one tile's keys per lane, as they are in the list: :meth:`locate` and :meth:`valid` read them.
+
+        `lane`: 0..63 in any layout. Tiles of the second pool follow those of the first. The split in two matters: the
+        caller starts this load early, and nothing but waiting for it may stand between it and other work.
+        """
+        if self.FORM == KEYS_RANGE:
+            column = tile * TILE + lane
+            index = gl.where(column < count0, first + column, -1)
+        elif self.POOLS == 1:
+            column = tile * TILE + lane
+            pointer = self.index0 + list_row.to(gl.int64) * self.index_stride0 * 2 + column
+            index = gl.load(pointer, mask=column < count0, other=-1)
+        else:
+            tiles0 = gl.cdiv(count0, TILE)
+            second = tile >= tiles0
+            column = gl.where(second, tile - tiles0, tile) * TILE + lane
+            offset0 = list_row.to(gl.int64) * self.index_stride0 * 2
+            offset1 = list_row.to(gl.int64) * self.index_stride1 * 2
+            pointer = gl.where(second, self.index1 + offset1, self.index0 + offset0) + column
+            index = gl.load(pointer, mask=column < gl.where(second, count1, count0), other=-1)
+        return index
+
+    @gluon.jit
+    def valid(self, index, tile, count0):
+        """Whether each of a tile's indices points into its pool."""
+        rows = self.rows0
+        if self.POOLS == 2:
+            rows = gl.where(tile >= gl.cdiv(count0, TILE), self.rows1, self.rows0)
+        if self.FORM == KEYS_RANGE:
+            valid = index >= 0
+        else:
+            valid = (index >= 0) & (index < rows)
+        return valid
+
+    @gluon.jit
+    def locate(self, index, valid, tile, count0):
+        """Pointers to the rows of a tile's keys; those of invalid keys point to row 0."""
+        base = self.kv0
+        stride = self.stride0
+        if self.POOLS == 2:
+            second = tile >= gl.cdiv(count0, TILE)
+            base = gl.where(second, self.kv1, self.kv0)
+            stride = gl.where(second, self.stride1, self.stride0)
+        return base + gl.where(valid, index, 0).to(gl.int64) * stride * 8
+
+    @gluon.jit
+    def load_bias(self, tile, list_row, count0):
+        """Additive scores of a tile's keys, as they are in the list."""
+        lane = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        column = tile * TILE + lane
+        pointer = self.bias + list_row.to(gl.int64) * self.index_stride0 * 2 + column
+        return gl.load(pointer, mask=column < count0, other=0.0)
+
+    @gluon.jit
+    def term(self, index, bias, tile, count0):
+        """Additive score per key of a tile, in log2 units; MASKED_SCORE where the key is invalid."""
+        valid = self.valid(index, tile, count0)
+        if self.HAS_BIAS:
+            term = gl.where(valid, gl.maximum(bias.to(gl.float32) * LOG2E, MASKED_SCORE), MASKED_SCORE)
+        else:
+            term = gl.where(valid, 0.0, MASKED_SCORE)
+        return term
+
+    @gluon.jit
+    def load_terms(self, tile, list_row, first, count0, count1):
+        """Start loading what the softmax needs per key of a tile: its index, and its additive score if there is one."""
+        lane = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+        index = self.load_tile(tile, lane, list_row, first, count0, count1)
+        bias = index
+        if self.HAS_BIAS:
+            bias = self.load_bias(tile, list_row, count0)
+        return index, bias
+
+
+@aggregate
+class Jobs:
+    """The list of jobs, (split, token, head block) with the head block fastest, that persistent CTAs walk through."""
+
+    count: gl.tensor
+    tokens: gl.tensor  # tokens of this launch
+    token0: gl.tensor  # first of them in q and in the outputs; index lists start at row 0
+    splits: gl.tensor
+    HEADS: gl.constexpr
+    SPLIT: gl.constexpr  # whether jobs are shares of a token's keys
+
+    @gluon.constexpr_function
+    def __init__(self, count, tokens, token0, splits, HEADS, SPLIT):
+        self.count = count
+        self.tokens = tokens
+        self.token0 = token0
+        self.splits = splits
+        self.HEADS = gl.constexpr(HEADS)
+        self.SPLIT = gl.constexpr(SPLIT)
+
+    @gluon.jit
+    def place(self, job):
+        """(head block, split, row of the index list, token) of a job."""
+        blocks: gl.constexpr = (self.HEADS + TILE - 1) // TILE
+        list_row = job // blocks
+        split = job * 0
+        if self.SPLIT:  # runtime divisions are slow: none without need
+            split = list_row // self.tokens
+            list_row -= split * self.tokens
+        return job % blocks, split, list_row, self.token0 + list_row
+
+    @gluon.jit
+    def pairs(self, split, count0, count1):
+        """Pairs of tiles [low, high) that a job works on; at least one, so that every job writes its output."""
+        tiles = gl.cdiv(count0, TILE) + gl.cdiv(count1, TILE)
+        pairs = gl.cdiv(tiles, 2)
+        share = pairs
+        low = split
+        if self.SPLIT:
+            share = gl.maximum(gl.cdiv(pairs, self.splits), 1)
+            low = split * share
+        high = gl.maximum(gl.minimum(pairs, low + share), low + 1)
+        gl.assume(high > low)  # no zero-trip path: it would keep a second copy of the accumulators alive
+        return low, high
+
+
+@gluon.jit
+def allocate_barrier(count: gl.constexpr):
+    """One mbarrier in an allocation of its own: indexing an array of them costs a CTA-wide barrier per arrival."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=count)
+    return barrier
+
+
+def triton_version() -> tuple[int, int]:
+    """(major, minor) of the installed Triton."""
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)

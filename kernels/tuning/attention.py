@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of the portable attention kernel, by architecture and element size.
+
+A tile is (heads per program, keys per step, warps, pipeline stages). They are limited by registers (the accumulator is
+heads x 512 fp32) and shared memory; every row is compiled without spills by ``tests/kernels/test_compile.py``, which is
+also how to check a new row. The sm90 rows were measured on an H200 (64 x 64 with 8 warps is the best tile plain Triton
+reaches there); the others are chosen by what fits and have not been run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_h: int
+    block_n: int
+    num_warps: int
+    stages: int
+
+
+# (element size in bytes, heads per program) -> tile; architectures share a row where shared memory does.
+TILES: dict[str, dict[tuple[int, int], Tile]] = {
+    "sm90": {
+        (2, 64): Tile(64, 64, 8, 2),
+        (2, 32): Tile(32, 64, 8, 2),
+        (2, 16): Tile(16, 64, 8, 2),
+        (4, 16): Tile(16, 16, 8, 2),
+    },
+    "sm80": {  # 163 KiB of shared memory
+        (2, 64): Tile(64, 32, 8, 2),
+        (2, 32): Tile(32, 32, 8, 2),
+        (2, 16): Tile(16, 32, 4, 2),
+        (4, 16): Tile(16, 16, 8, 2),
+    },
+    "sm86": {  # 99 KiB: sm_86, sm_89, sm_120, sm_121
+        (2, 32): Tile(32, 32, 8, 2),
+        (2, 16): Tile(16, 32, 4, 2),
+        (4, 16): Tile(16, 16, 8, 2),
+    },
+    "sm100": {
+        (2, 64): Tile(64, 32, 8, 2),
+        (2, 32): Tile(32, 32, 8, 2),
+        (2, 16): Tile(16, 32, 8, 2),
+        (4, 16): Tile(16, 16, 8, 2),
+    },
+}
+
+# Split-KV: never more partials than this; merging more costs what the split gains.
+MAX_SPLITS = 64
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """Row of the tables for a compute capability. Unknown parts get the smallest shared memory, which fits anywhere."""
+    major, minor = capability
+    if major == 9:
+        return "sm90"
+    if major == 10:
+        return "sm100"
+    if (major, minor) in ((8, 0), (8, 7)):
+        return "sm80"
+    return "sm86"
+
+
+def tile(capability: tuple[int, int], heads: int, element_size: int) -> Tile:
+    """The tile for ``heads`` heads per token and elements of ``element_size`` bytes."""
+    rows = {h: t for (size, h), t in TILES[architecture(capability)].items() if size == element_size}
+    wanted = next((h for h in sorted(rows) if h >= heads), max(rows))
+    return rows[wanted]
+
+
+def num_splits(tokens: int, head_blocks: int, tiles: int, sm_count: int) -> int:
+    """Splits of the keys so that one wave of programs covers the GPU: sm_count / (tokens * head blocks), at most one
+    per tile. ``tiles`` counts the capacity (all columns), so that the choice holds under CUDA-graph capture."""
+    programs = max(1, tokens * head_blocks)
+    return max(1, min(sm_count // programs, tiles, MAX_SPLITS))

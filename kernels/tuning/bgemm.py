@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of the FP8 BGEMM by architecture, token count and number of weight rows.
+
+A table row: (tokens up to, tile). The sm90 rows were measured on an H200 at K = 4096 with 16 x 1024 weight rows (wide)
+and 8 x 1024 (narrow: with half the programs, smaller row tiles and deeper pipelines fill the GPU). The others are
+chosen by what fits and have not been run. Token counts inside one row share compiled kernels: their number is bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_r: int  # weight rows per program
+    block_t: int  # tokens per program
+    num_warps: int
+    stages: int
+    swap: bool  # weight rows are the tensor core's M operand
+    tma: bool = False  # tiles through tensor descriptors, where the operands allow it
+    prefetch_scales: bool = False  # scales one step ahead in registers instead of through the pipeline
+
+
+ANY = 1 << 62
+# Below this many weight rows in all groups together, half of an H200's multiprocessors would idle with 128-row tiles.
+NARROW_ROWS = 132 * 64
+
+TILES: dict[str, list[tuple[int, Tile]]] = {
+    "sm90": [
+        (8, Tile(64, 16, 4, 6, True)),
+        (16, Tile(128, 16, 4, 6, True)),
+        (32, Tile(128, 32, 4, 6, True, tma=True)),
+        (64, Tile(128, 64, 4, 6, False)),
+        (512, Tile(64, 128, 4, 4, True, tma=True, prefetch_scales=True)),
+        (ANY, Tile(128, 64, 4, 3, False, tma=True, prefetch_scales=True)),
+    ],
+    "sm90 narrow": [
+        (16, Tile(64, 16, 4, 8, True)),
+        (32, Tile(64, 32, 4, 4, True)),
+        (128, Tile(64, 64, 4, 6, False, tma=True)),
+        (512, Tile(64, 128, 4, 4, True, tma=True, prefetch_scales=True)),
+        (ANY, Tile(128, 64, 4, 3, False, tma=True, prefetch_scales=True)),
+    ],
+    "small": [  # fits 99 KiB of shared memory
+        (16, Tile(64, 16, 4, 4, True)),
+        (32, Tile(64, 32, 4, 4, True)),
+        (ANY, Tile(64, 64, 4, 3, False)),
+    ],
+    "decoding": [  # no E4M3 arithmetic: operands pass through registers
+        (16, Tile(64, 16, 4, 4, True)),
+        (32, Tile(64, 32, 4, 3, True)),
+        (ANY, Tile(64, 64, 4, 3, False)),
+    ],
+}
+
+
+def tile(capability: tuple[int, int], tokens: int, weight_rows: int, native: bool) -> Tile:
+    """The tile for ``tokens`` tokens and ``weight_rows`` = G * R; ``native``: whether E4M3 products are available."""
+    table = "small"
+    if not native:
+        table = "decoding"
+    elif capability[0] == 9:
+        table = "sm90 narrow" if weight_rows <= NARROW_ROWS else "sm90"
+    return next(t for limit, t in TILES[table] if tokens <= limit)

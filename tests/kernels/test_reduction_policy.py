@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decisions of choose_kv_split as a table. Pure host code: no GPU, no Triton."""
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from fusion_pass.kernels import reduction
+from fusion_pass.kernels.reduction import KV_SPLITS, cap_bound, choose_kv_split, for_blocks
+
+
+def choose(num_partials, rows, bound, head_dim=512, sm_count=132):
+    return choose_kv_split(
+        num_partials=num_partials, rows=rows, head_dim=head_dim, sm_count=sm_count, bound=bound
+    )
+
+
+# (partials, rows, head_dim, SMs, bound) -> (KvSplit, words of the reason)
+TABLE = [
+    # The bound itself, where nothing is in the way.
+    ((64, 128, 512, 132, 1), (1, "serial")),
+    ((64, 128, 512, 132, 2), (2, "fits")),
+    ((64, 128, 512, 132, 4), (4, "fits")),
+    ((64, 128, 512, 132, 8), (8, "fits")),
+    ((64, 128, 256, 132, 16), (16, "fits")),
+    # Every group has a partial.
+    ((1, 128, 512, 132, 8), (1, "2 groups but 1 partial")),
+    ((2, 128, 512, 132, 16), (2, "4 groups but 2 partials")),
+    ((3, 128, 512, 132, 8), (2, "4 groups but 3 partials")),
+    ((7, 128, 512, 132, 8), (4, "8 groups but 7 partials")),
+    ((8, 128, 512, 132, 8), (8, "fits")),
+    # Every group holds a whole row: 512 threads of 8 channels are 8 rows of 512.
+    ((64, 16, 512, 132, 16), (8, "a row 512")),
+    ((64, 16, 1024, 132, 16), (4, "a row 1024")),
+    ((64, 16, 4096, 132, 16), (1, "a row 4096")),
+    ((64, 16, 128, 132, 16), (16, "fits")),
+    # The grid fits 2 x SMs: 16 CTAs per token of 128 heads, times KvSplit.
+    ((64, 256, 512, 132, 8), (8, "fits")),
+    ((64, 512, 512, 132, 8), (4, "512 CTAs exceeds 2 x 132")),
+    ((64, 1024, 512, 132, 8), (2, "exceeds 2 x 132")),
+    ((64, 2048, 512, 132, 8), (1, "exceeds 2 x 132")),
+    ((64, 264 * 8, 512, 132, 2), (1, "exceeds")),
+    ((64, 132 * 8, 512, 132, 2), (2, "fits")),
+    ((64, 132 * 8 + 1, 512, 132, 2), (1, "265 CTAs exceeds 2 x 132")),
+    ((64, 128, 512, 16, 8), (2, "exceeds 2 x 16")),
+    ((64, 64, 512, 4, 8), (1, "exceeds 2 x 4")),
+]
+
+
+@pytest.mark.parametrize("sizes,expected", TABLE, ids=[str(sizes) for sizes, _ in TABLE])
+def test_explicit_bound(sizes, expected):
+    num_partials, rows, head_dim, sm_count, bound = sizes
+    decision = choose(num_partials, rows, bound, head_dim, sm_count)
+    assert decision.kv_split == expected[0], decision.reason
+    assert expected[1] in decision.reason
+
+
+@pytest.mark.parametrize("bound", [0, -1, 3, 5, 32, 64])
+def test_bound_outside_the_set(bound):
+    with pytest.raises(ValueError, match="expected bound"):
+        choose(64, 128, bound)
+
+
+@pytest.mark.parametrize("wrong", [{"num_partials": 0}, {"rows": -1}, {"head_dim": 0}, {"sm_count": -1}])
+def test_impossible_sizes(wrong):
+    sizes = {"num_partials": 4, "rows": 128, "head_dim": 512, "sm_count": 132, "bound": 4}
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        choose_kv_split(**{**sizes, **wrong})
+
+
+@pytest.mark.parametrize("bound", KV_SPLITS)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 512])
+def test_explicit_bound_properties(bound, head_dim):
+    for num_partials, rows in itertools.product([1, 2, 3, 5, 17, 64, 257], [1, 64, 128, 1000, 8192]):
+        check_explicit_bound(bound, num_partials, rows, head_dim)
+
+
+def check_explicit_bound(bound, num_partials, rows, head_dim):
+    decision = choose(num_partials, rows, bound, head_dim)
+    assert decision.kv_split in KV_SPLITS and decision.kv_split <= bound
+    assert decision.kv_split <= num_partials
+    assert reduction.grid_ctas(decision.kv_split, rows=rows, head_dim=head_dim) <= 264 or decision.kv_split == 1
+    # A larger bound never gives fewer groups.
+    if bound > 1:
+        assert choose(num_partials, rows, bound // 2, head_dim).kv_split <= decision.kv_split
+    assert head_dim % decision.width == 0 and decision.width & (decision.width - 1) == 0
+    assert decision.num_warps in (1, 2, 4, 8) and decision.unroll >= 1
+
+
+@pytest.mark.parametrize("sm_count,capability", [(0, None), (108, None), (148, None), (132, (10, 0))])
+def test_serial_where_nothing_was_measured(sm_count, capability):
+    decision = choose_kv_split(
+        num_partials=128, rows=128, head_dim=512, sm_count=sm_count, bound=None, capability=capability
+    )
+    assert decision.kv_split == 1 and f"nothing was measured for {sm_count} SMs" in decision.reason
+
+
+def test_serial_for_a_head_dim_that_was_not_measured():
+    decision = choose(128, 128, None, head_dim=256)
+    assert decision.kv_split == 1 and "nothing was measured" in decision.reason
+
+
+def test_cap():
+    assert cap_bound(None, None) is None
+    assert cap_bound(8, None) == 8 and cap_bound(None, 4) == 4
+    assert cap_bound(8, 2) == 2 and cap_bound(2, 8) == 2 and cap_bound(16, 1) == 1
+
+
+def test_tile_covers_whole_quantisation_blocks():
+    decision = choose(4, 128, 1, head_dim=512)
+    narrow = for_blocks(replace(decision, width=64), 128, 512, 4)
+    assert narrow.width == 128 and narrow.num_warps == 1
+    assert for_blocks(decision, 32, 512, 4) == decision
+
+
+def test_policy_needs_neither_triton_nor_a_device():
+    code = (
+        "import sys; from fusion_pass.kernels.reduction import choose_kv_split; "
+        "choose_kv_split(num_partials=18, rows=128, head_dim=512, sm_count=132, bound=None); "
+        "assert 'triton' not in sys.modules, 'policy imported triton'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
