@@ -16,7 +16,7 @@ from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
 from .legality import mutates
-from .recognise.chain import ChainFinder
+from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
 from .recognise.declared import DeclaredOps, Plan
@@ -52,7 +52,7 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan) -> tuple[Report, bool]:
         context = Context.of(gm)
         context.fixed = declared.fixed
         sizes = context.sizes[0]
-        findings = ChainFinder(context, sizes).find()
+        findings = find_chains(context)
         report.visits = findings.visits + sum(context.counters.values())
         changed = False
         if findings.chains:
