@@ -12,10 +12,11 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .config import Config
+from .elements.fakes import unify_fake_modes
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
-from .legality import mutates
+from .legality import drop_assertions, mutates
 from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
@@ -48,6 +49,7 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan) -> tuple[Report, bool]:
     report = Report(nodes=len(gm.graph.nodes))
     # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
     with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
+        unify_fake_modes(gm.graph)
         declared = DeclaredOps.write_out(gm, config, plan)
         context = Context.of(gm)
         context.fixed = declared.fixed
@@ -71,6 +73,7 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan) -> tuple[Report, bool]:
         settled = declared.settle(changed, plan)
         report.notes += declared.notes()
         if changed:
+            drop_assertions(gm.graph)
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()

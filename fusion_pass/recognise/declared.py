@@ -7,6 +7,7 @@ written-out form is still read its readers back.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -248,22 +249,19 @@ def _trace(row: OpaqueOp, call: Call) -> fx.GraphModule:
         table = dict(zip(call.operands, operands))
         return call.evaluate(row.expand, table.__getitem__)
 
-    mode, values = _one_mode(values)
+    mode = torch._guards.detect_fake_mode(values) or FakeTensorMode()
     with mode, enable_python_dispatcher():
-        traced = make_fx(written_out)(*values)
-    return traced
+        return make_fx(written_out, decomposition_table=_decompositions())(*values)
 
 
-def _one_mode(values: list[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """All tensors under one fake mode (graphs of make_fx have one per tensor)."""
-    modes = {id(v.fake_mode): v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)}
-    if len(modes) == 1 and all(not isinstance(v, torch.Tensor) or hasattr(v, "fake_mode") for v in values):
-        return next(iter(modes.values())), values
-    mode = FakeTensorMode()
-    with mode:
-        values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                  if isinstance(v, torch.Tensor) else v for v in values]
-    return mode, values
+@functools.cache
+def _decompositions() -> dict:
+    """Inductor's, as parts of a written-out form may stay in a graph that Inductor compiles; contractions and softmax
+    keep their form, which recognition and kernels are written for."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    keep = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._softmax}
+    return {op: rule for op, rule in select_decomp_table().items() if getattr(op, "overloadpacket", op) not in keep}
 
 
 def _insert(graph: fx.Graph, before: fx.Node, traced: fx.GraphModule, call: Call

@@ -1,5 +1,7 @@
 """Declared ops at other levels than torch.compile's eager inners: make_fx, export, Inductor; and what they cost."""
 
+import sys
+
 import engine_ops
 import pytest
 import torch
@@ -115,7 +117,7 @@ def test_a_failure_leaves_the_graph_as_it_came(monkeypatch):
 def test_graphs_without_declared_ops_are_not_touched(monkeypatch):
     def fail(*args, **kwargs):
         raise AssertionError("no declared op here")
-    monkeypatch.setattr("fusion_pass.rewrite.snapshot", fail)
+    monkeypatch.setattr(sys.modules["fusion_pass.rewrite"], "snapshot", fail)
     gm = make_fx(lambda x: (x * 2).relu() @ x)(torch.randn(4, 4))
     report = fusion_pass.rewrite(gm, Config(strict=True))
     assert not report and not report.notes
