@@ -19,15 +19,17 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .. import validation  # noqa: F401  (defines fusion_pass::agree)
 from ..config import Config
 from ..elements.moves import is_float_cast, is_move
 from ..elements.numeric import Numeric, Unevaluated
 from ..elements.sizes import Sizes, Unsized
-from ..legality import WRITTEN_OUT, live_nodes
+from ..legality import WRITTEN_OUT, is_impure
 from ..patterns.opaque import NotExpanded, OpaqueOp, declared
 from .written_call import Call, read_call
 
 aten = torch.ops.aten
+AGREE = torch.ops.fusion_pass.agree.default
 
 
 @dataclass
@@ -113,7 +115,8 @@ class DeclaredOps:
         """
         if not self.expansions:
             return True
-        live = live_nodes(self.graph, ())
+        live: set[fx.Node] = set()
+        _mark_all(self.graph, live)
         for expansion in reversed(self.expansions):
             read = [new for _, new in expansion.outputs if any(u in live and u not in expansion.inside
                                                                for u in new.users)]
@@ -135,7 +138,8 @@ class DeclaredOps:
 
     def _settled(self, plan: Plan) -> bool:
         """Is nothing computed twice, and no fused op void because what reads it was taken back?"""
-        live = live_nodes(self.graph, ())
+        live: set[fx.Node] = set()
+        _mark_all(self.graph, live)
         again = False
         for expansion in self.expansions:
             suspects = expansion.nodes if expansion.undone else _equivalents(expansion)
@@ -188,7 +192,14 @@ def _mark(node: fx.Node, live: set[fx.Node]) -> None:
         here = stack.pop()
         if here not in live:
             live.add(here)
-            stack.extend(here.all_input_nodes)
+            # A value that is only compared with (see validation) needs nothing to be kept for it.
+            stack.extend(here.args[1:2] if here.target is AGREE else here.all_input_nodes)
+
+
+def _mark_all(graph: fx.Graph, live: set[fx.Node]) -> None:
+    for node in graph.nodes:
+        if is_impure(node):
+            _mark(node, live)
 
 
 def _equivalents(expansion: Expansion) -> list[fx.Node]:

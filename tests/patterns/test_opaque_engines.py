@@ -244,3 +244,24 @@ def test_vllm_einsum_behind_a_quantisation_in_torch():
     assert roles(got) == [TAIL], got.report
     assert not any("fp8_einsum" in op for op in got.ops)
     assert_close(got.out, fn(*args))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_vllm_validated_against_the_written_out_form(wrong):
+    engine_ops.vllm()
+    p = Path()
+    fn, args = vllm_path(p, padded_attention(p))
+    if wrong:
+        from fusion_pass.kernels.ops.registry import SPECS
+        right = SPECS["fp8_bgemm"].reference
+        object.__setattr__(SPECS["fp8_bgemm"], "reference", lambda *a: right(*a) * 1.5)
+    try:
+        got = run(fn, *args, verify="first")
+    finally:
+        if wrong:
+            object.__setattr__(SPECS["fp8_bgemm"], "reference", right)
+    assert_close(got.out, fn(*args))
+    if wrong:
+        assert not got.report.fused and "validation" in got.report.near_misses[0].reason, got.report
+    else:
+        assert roles(got) == [TAIL], got.report
