@@ -51,7 +51,8 @@ def random_deepseek_v4(
     """A ``DeepseekV4ForCausalLM`` in eval mode.
 
     size: a key of :data:`SIZES`. device: ``"meta"`` gives the shapes without weights. experts: transformers' experts
-    implementation; ``"batched_mm"`` and ``"grouped_mm"`` trace into one graph, ``"eager"`` breaks it. overrides: fields of ``DeepseekV4Config``.
+    implementation; ``"batched_mm"`` and ``"grouped_mm"`` trace into one graph, ``"eager"`` breaks it.
+    overrides: fields of ``DeepseekV4Config``.
 
     Weights are scaled by 1/sqrt(fan in), so that every block changes the residual stream visibly and an error in one
     layer shows in the logits; layers route by token id, as the first three of the real model do, so that rounding
