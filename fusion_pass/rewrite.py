@@ -15,7 +15,7 @@ from .config import Config
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
-from .legality import mutates
+from .legality import drop_needless_checks, mutates
 from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
@@ -73,6 +73,7 @@ def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> tuple[R
         again = declared.settle(changed)
         report.notes += declared.notes()
         if changed:
+            drop_needless_checks(gm.graph)
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()
