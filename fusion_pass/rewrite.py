@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import validation
 from .config import Config
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
@@ -90,7 +91,14 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
         report.gated.append(GatedChain(roles=chain.roles, gate=decision.reason, where=where))
         return False
     before = set(gm.graph.nodes)
-    outcome = replace_chain(chain, gm.graph, sizes)
+    pending: list[int] = []
+
+    def validate(old: fx.Node, new: fx.Node) -> fx.Node:
+        return validation.insert(old, new, pending[0])
+
+    if config.verify in ("first", "always"):
+        pending.append(validation.reserve())
+    outcome = replace_chain(chain, gm.graph, sizes, validate if pending else None)
     if isinstance(outcome, Refused):
         _erase_new(gm.graph, before)
         report.near_misses.append(_near_miss(outcome))
@@ -101,9 +109,15 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
             node.meta.setdefault("stack_trace", stack)
             node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op})
     quantisation = chain.quantisation
-    report.fused.append(FusedChain(
+    fused = FusedChain(
         roles=chain.roles, quant=None if quantisation is None else quantisation.rule,
-        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=decision.reason))
+        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=decision.reason)
+    report.fused.append(fused)
+    if pending:
+        values = [n.meta["val"] for n in (chain.rotation.source, chain.rotation.node)]
+        validation.record(pending[0], fused, report, validation.budget_of(values, quantisation is not None),
+                          config.verify == "always")
+        report.notes.append(f"validated at run time ({config.verify}): the source's computation stays in the graph")
     log.debug("fused %s at %s into %s", chain.roles, where, outcome.op)
     return True
 

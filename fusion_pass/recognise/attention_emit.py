@@ -95,7 +95,7 @@ class _Writer:
         if len(self.batch) == 1 and len(self.rest) == 1:
             return node
         value = node.meta["val"]
-        shape = [value.shape[i] if isinstance(value.shape[i], int) else builder.call(aten.sym_size.int, node, i)
+        shape = [value.shape[i] if isinstance(value.shape[i], int) else builder.symbol(value.shape[i], node, i)
                  for i in range(len(value.shape) - tail, len(value.shape))]
         batch = 1 if batch_is_one else self.size(self.tokens(self.batch))
         rest = self.size(self.tokens(self.rest))
@@ -215,10 +215,8 @@ def _emit_mask(match: AttentionMatch, writer: _Writer) -> fx.Node | None:
 
 
 def _select(builder: Builder, keep: fx.Node, yes: float, no: float) -> fx.Node:
-    device = keep.meta["val"].device
-    return builder.call(aten.where.self, keep,
-                        builder.call(aten.full.default, [], yes, dtype=torch.float32, device=device),
-                        builder.call(aten.full.default, [], no, dtype=torch.float32, device=device))
+    every = builder.call(aten.full_like.default, keep, yes, dtype=torch.float32)
+    return builder.call(aten.masked_fill.Scalar, every, builder.call(aten.logical_not.default, keep), no)
 
 
 def _normalised(builder: Builder, mask: Mask, node: fx.Node, additive: bool) -> fx.Node:

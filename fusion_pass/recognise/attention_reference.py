@@ -107,7 +107,7 @@ class Prover:
         return Operand(self.sink, first[0], (Axis(heads, stride, self.axes.heads.size_from),))
 
     def gate(self) -> tuple[Mask, ...]:
-        """The masks that also cover a key that only carries the sink (an extra row), with the axes (tokens..)."""
+        """The masks that also cover a key that only carries the sink (an extra row), with the axes (tokens.., 1)."""
         masks: list[Mask] = []
         for binding in self.bindings:
             site = binding.segment.site
@@ -128,7 +128,7 @@ class Prover:
         room = min((a.stride for a in spare), default=self.sizes.numel(mask.operand.node))
         if keys.stride == 0 or key - binding.segment.start >= room // keys.stride:
             return None
-        return Operand(mask.operand.node, offset, mask.operand.axes[:-1])
+        return Operand(mask.operand.node, offset, (*mask.operand.axes[:-1], Axis(1, 0)))
 
     def prove(self) -> tuple[Operand | None, tuple[Mask, ...]] | Refused:
         """(sink, gate) when the graph agrees with the formula; else the first differing element."""

@@ -52,7 +52,7 @@ def constant_only(node: fx.Node, limit: int = 200) -> bool:
 def unknown_inputs(node: fx.Node, known: set[fx.Node], sizes: Sizes) -> list[list[fx.Node]]:
     """For every tensor that ``node`` is made of by moves and pointwise operators and that is neither constant nor
     known: the way to it, ``node`` first. A pointwise operator of several unknown tensors is itself unknown."""
-    if node in known or constant_only(node):
+    if node in known or constant_only(node) or sizes.numel(node) == 0:
         return []
     if node.op != "call_function":
         return [[node]]
