@@ -17,7 +17,7 @@ from .elements.fakes import unify_fake_modes
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
-from .legality import drop_assertions, mutates
+from .legality import drop_needless_checks, mutates
 from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
@@ -82,7 +82,7 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
         settled = declared.settle(changed, plan)
         report.notes += declared.notes()
         if changed:
-            drop_assertions(gm.graph)
+            drop_needless_checks(gm.graph)
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()
