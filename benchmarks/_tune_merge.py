@@ -19,28 +19,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from fusion_pass.kernels.reduction import KvSplitDecision
 from fusion_pass.kernels.triton.merge import unrolled_steps
 
 from benchmarks import harness
 from benchmarks.merge_inputs import HEAD_DIM, candidates, make_problem, serial_whole_row
 
-ROWS = (64, 128, 256, 512, 1024, 2048, 8192)
-PARTIALS = (2, 3, 4, 6, 8, 12, 16, 18, 24, 32, 48, 64, 96, 128)
-HALF_ROWS = (128, 256, 512, 1024, 2048)
-HALF_PARTIALS = (4, 8, 16, 18, 32, 64, 128)
+ROWS = (128, 256, 512, 1024, 2048, 8192)
+PARTIALS = (2, 3, 4, 6, 8, 12, 18, 24, 32, 48, 64, 96, 128)
+HALF_ROWS = (128, 512, 2048)
+HALF_PARTIALS = (4, 8, 18, 32, 64, 128)
 MAX_BYTES = 1 << 31
 
 
 def points():
-    """(dtype, quantise, rows, partials) to measure."""
+    """(dtype, quantise, rows, partials) to measure, the most wanted first."""
     for dtype, all_rows, all_partials in (
         (torch.float32, ROWS, PARTIALS),
         (torch.bfloat16, HALF_ROWS, HALF_PARTIALS),
     ):
-        for quantise in (False, True):
-            for rows in all_rows:
+        for rows in all_rows:
+            for quantise in (True, False):
                 for count in all_partials:
-                    if count * rows * HEAD_DIM * dtype.itemsize <= MAX_BYTES:
+                    if rows < 8192 or count in (3, 6, 18, 64):
                         yield dtype, quantise, rows, count
 
 
@@ -60,11 +61,13 @@ def _compile(share) -> int:
 def precompile(processes: int) -> None:
     """Compile all candidates in parallel processes: one after the other they take many minutes."""
     jobs = {}
-    for dtype, quantise, _, count in points():
-        for decision in [*candidates(count, dtype.itemsize), serial_whole_row(1), serial_whole_row(4)]:
-            # The count enters the compiled kernel through its number of unrolled steps only.
+    for dtype, quantise, rows, count in points():
+        for decision in [*candidates(count, rows, dtype.itemsize), serial_whole_row(1), serial_whole_row(4)]:
+            # The count enters the compiled kernel through the size of its batch of loads only.
             whole = unrolled_steps(count, decision.kv_split, decision.unroll_limit)
-            jobs.setdefault((dtype, quantise, whole, key(decision)[:4]), (dtype, quantise, count, decision))
+            batch = whole or decision.unroll
+            kind = (dtype, quantise, whole > 0, batch, key(decision)[:3])
+            jobs.setdefault(kind, (dtype, quantise, count, decision))
     work = sorted(jobs.values(), key=lambda job: -job[2] * job[3].kv_split)
     start = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -133,12 +136,16 @@ def check(problem, decisions, quantise: bool) -> None:
         assert error < limit, f"{key(decision)}: relative error {error}"
 
 
-def sweep(rounds: int) -> list[dict]:
+def sweep(rounds: int, deadline: float) -> list[dict]:
+    """Time every point; stops with a message when the deadline (perf_counter seconds) has passed."""
     pool = torch.randn(MAX_BYTES // 4, device="cuda")
     rows_out = []
     for dtype, quantise, rows, count in points():
+        if time.perf_counter() > deadline:
+            print(f"stopped before {dtype}, epilogue {quantise}, {rows} rows, {count} partials", flush=True)
+            break
         problem = make_problem(count, rows, dtype, pool)
-        decisions = candidates(count, dtype.itemsize)
+        decisions = candidates(count, rows, dtype.itemsize)
         if rows == 256:
             check(problem, decisions, quantise)
         for decision, us in zip(decisions, time_point(problem, decisions, quantise, rounds)):
@@ -161,16 +168,15 @@ def sweep(rounds: int) -> list[dict]:
 
 
 def pdl_gain() -> list[dict]:
-    """Merge behind a merge, with and without programmatic dependent launch, at the fastest candidate of each point."""
+    """Merge behind a merge, with and without programmatic dependent launch, in one serial layout."""
     pool = torch.randn(1 << 26, device="cuda")
     out = []
     for quantise in (False, True):
         for rows in (128, 256, 512):
             for count in (8, 18, 32):
                 problem = make_problem(count, rows, torch.float32, pool)
-                decisions = candidates(count, 4)
-                best = decisions[min(enumerate(time_point(problem, decisions, quantise, 3)), key=lambda x: x[1])[0]]
-                pair = [best, replace(best, pdl=True)]
+                serial = KvSplitDecision(1, "", 128, 1, 8, 18)
+                pair = [serial, replace(serial, pdl=True)]
                 plain, dependent = time_point(problem, pair, quantise, 9)
                 out.append({"epilogue": quantise, "rows": rows, "partials": count, "us": plain, "us_pdl": dependent})
     return out
@@ -232,20 +238,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the sweep")
     parser.add_argument("--from-json", type=Path, help="an earlier sweep, instead of measuring")
-    parser.add_argument("--table", type=Path, required=True, help="module to write")
+    parser.add_argument("--table", type=Path, help="module to write")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache only, no timing")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit of the measurement itself")
+    parser.add_argument("--processes", type=int, default=16, help="processes that compile first; 0: compile on use")
     args = parser.parse_args()
+    if args.compile_only:
+        precompile(args.processes)
+        return
     if args.from_json:
         body = json.loads(args.from_json.read_text())
     else:
-        precompile(args.processes)
+        if args.processes:
+            precompile(args.processes)
         start = time.perf_counter()
-        body = {"environment": harness.environment(), "pdl": pdl_gain(), "rows": sweep(args.rounds)}
+        body = {"environment": harness.environment(), "pdl": pdl_gain()}
+        body["rows"] = sweep(args.rounds, start + args.seconds)
         print(f"measured {len(body['rows'])} variants in {time.perf_counter() - start:.0f} s", flush=True)
         if args.json:
             args.json.write_text(json.dumps(body))
-    write_table(body, args.table)
+    if args.table:
+        write_table(body, args.table)
 
 
 if __name__ == "__main__":

@@ -65,36 +65,31 @@ def make_problem(num_partials: int, rows: int, dtype: torch.dtype, pool: torch.T
     )
 
 
-# (width, warps) worth measuring for fp32 partials, by KvSplit; 16-bit partials take half the warps (16 bytes a lane).
-_TILES = {
-    1: [(128, 1), (256, 1), (512, 1), (512, 2), (512, 4)],
-    2: [(128, 1), (256, 1), (256, 2), (512, 4)],
-    4: [(128, 1), (256, 2), (512, 2), (512, 4)],
-    8: [(128, 1), (256, 2), (512, 2), (512, 4)],
-    16: [(256, 2), (512, 4), (512, 8)],
-}
-_HALF_TILES = {
-    1: [(128, 1), (256, 1), (512, 1), (512, 2)],
-    2: [(256, 1), (512, 1), (512, 2)],
-    4: [(256, 1), (512, 2)],
-    8: [(256, 1), (512, 2)],
-    16: [(512, 2), (512, 4)],
-}
-# 16-byte loads per lane in flight at most when a loop is unrolled whole: beyond, registers spill.
-_MAX_IN_FLIGHT = {1: 18, 2: 32, 4: 40, 8: 64, 16: 64}
+def _tiles(kv_split: int, rows: int, element_size: int) -> list[tuple[int, int]]:
+    """(width, warps) worth measuring. A warp takes 128 fp32 or 256 16-bit columns (16 bytes a lane) or two of these;
+    few rows want narrow tiles (more programs), many rows wide ones."""
+    lane = 128 if element_size == 4 else 256
+    if kv_split == 1:
+        narrow, wide = [(128, 1), (256, 1)], [(256, 1), (512, 512 // lane), (512, 1)]
+        return narrow if rows <= 128 else wide if rows >= 1024 else [(128, 1), *wide]
+    if kv_split == 16:
+        return [(512, 512 // lane), (512, 1024 // lane)]
+    found = [(lane, 1), (512, 512 // lane)]
+    return found if kv_split == 2 or element_size == 2 else [*found, (256, 2)]
 
 
-def candidates(num_partials: int, element_size: int) -> list[KvSplitDecision]:
-    """Layouts to measure for `num_partials`: each tile with the loop unrolled whole where that is sensible, and as a
-    run-time loop of a fixed number of partials per iteration."""
+def candidates(num_partials: int, rows: int, element_size: int) -> list[KvSplitDecision]:
+    """Layouts to measure: each tile with all partials in one batch of loads where registers allow it, and as a loop."""
     found = []
     for kv_split in (k for k in KV_SPLITS if k <= num_partials):
-        for width, warps in (_TILES if element_size == 4 else _HALF_TILES)[kv_split]:
-            steps = merge.unrolled_steps(num_partials, kv_split, 32)
-            if steps and steps * kv_split <= _MAX_IN_FLIGHT[kv_split]:
-                found.append(KvSplitDecision(kv_split, "whole", width, warps, 1, steps + steps // 2 + 1))
-            for unroll in {1: (8,), 2: (4, 8), 4: (2, 4), 8: (1, 2, 4), 16: (1, 2)}[kv_split]:
-                if unroll * kv_split < num_partials and num_partials > 8:
+        one_batch = 18 if kv_split == 1 else 32 // kv_split
+        steps = merge.unrolled_steps(num_partials, kv_split, one_batch)
+        loops = {1: (8,), 2: (4, 8), 4: (2, 4), 8: (1, 2), 16: (1,)}[kv_split]
+        for width, warps in _tiles(kv_split, rows, element_size):
+            if steps:
+                found.append(KvSplitDecision(kv_split, "one batch", width, warps, loops[0], one_batch))
+            if not steps or (num_partials > 12 and kv_split > 1):
+                for unroll in loops if not steps else loops[:1]:
                     found.append(KvSplitDecision(kv_split, "loop", width, warps, unroll, 0))
     return found
 

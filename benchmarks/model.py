@@ -85,8 +85,9 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def _decode(model: torch.nn.Module) -> list[dict]:
-    import fusion_pass
     from transformers import DynamicCache
+
+    import fusion_pass
 
     rows = []
     for batch in DECODE_BATCH:

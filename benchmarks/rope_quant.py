@@ -17,7 +17,8 @@ from benchmarks import harness
 from benchmarks.shapes import SHAPES, rotation
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
-TILES = ((1, 1), (1, 4), (2, 1), (2, 2), (4, 2), (4, 4), (8, 4), (8, 8), (16, 8))
+# (tokens, warps, channels) per program
+TILES = ((1, 4, 512), (2, 1, 512), (4, 2, 512), (4, 1, 128), (8, 1, 128), (16, 1, 128), (4, 1, 256), (16, 2, 128))
 CALLS = 12
 
 
@@ -36,9 +37,9 @@ def run(args: argparse.Namespace) -> list[dict]:
             outs = [
                 rope_quant.inverse_rope_quant(inputs[0], cos, sin, shape.groups) for _ in range(sets)
             ]
-            tile = rope_quant.layout(tokens, shape.heads)
-            names = {"one row per warp": (1, 1), "default": tile}
-            names |= {f"{t} tokens, {w} warps": (t, w) for t, w in TILES if t <= max(tokens, 1)}
+            tile = rope_quant.layout(tokens, shape.heads, shape.head_dim)
+            names = {"one row per warp": (1, 1, 512), "default": tile}
+            names |= {f"{t} x {c}, {w} warps": (t, w, c) for t, w, c in TILES if t <= tokens}
             work = {
                 name: [
                     partial(

@@ -36,14 +36,14 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
 
     start = time.perf_counter()
     nodes = len(gm.graph.nodes)
-    before = _snapshot(gm)
+    before = snapshot(gm)
     try:
         report = run_on_graph(gm, config)
         if report.fused:
             gm.graph.lint()
             gm.recompile()
     except Exception as error:
-        _restore(gm, before)
+        restore(gm, before)
         if config.strict:
             raise
         report = Report(notes=[f"the pass failed and the graph was left as it came: {first_line(error)}"])
@@ -60,7 +60,8 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _snapshot(gm: fx.GraphModule) -> fx.Graph:
+def snapshot(gm: fx.GraphModule) -> fx.Graph:
+    """A copy of the graph, for :func:`restore`."""
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = copy.graph_copy(gm.graph, values)
@@ -69,7 +70,8 @@ def _snapshot(gm: fx.GraphModule) -> fx.Graph:
     return copy
 
 
-def _restore(gm: fx.GraphModule, before: fx.Graph) -> None:
+def restore(gm: fx.GraphModule, before: fx.Graph) -> None:
+    """Make ``gm`` what :func:`snapshot` saw, node names included."""
     # In place, as whoever called the pass holds this very graph; with a new namespace, so that nodes get their names
     # back (the signature of an exported program refers to them).
     nodes = list(gm.graph.nodes)

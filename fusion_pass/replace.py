@@ -8,7 +8,7 @@ with block scales; otherwise it reads the fused result.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -291,8 +291,12 @@ def _floats(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].is_floating_point()]
 
 
-def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes) -> Replaced | Refused:
-    """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code)."""
+def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes,
+                  validate: Callable[[fx.Node, fx.Node], fx.Node] | None = None) -> Replaced | Refused:
+    """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code).
+
+    ``validate(old, new)`` may put a node behind both that decides at run time which of the two goes on.
+    """
     refused = check_legality(chain, graph)
     if refused is not None:
         return refused
@@ -320,7 +324,8 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes) -> Replaced | Ref
         return Refused("bgemm", "the fused result cannot be viewed in the layout that the contraction reads",
                        rotation.node)
     for old, new in news.items():
-        old.replace_all_uses_with(new)
+        going_on = new if validate is None else validate(old, new)
+        old.replace_all_uses_with(going_on, delete_user_cb=lambda user, keep=going_on: user is not keep)
         new.meta.setdefault("original_aten", old.meta.get("original_aten"))
     return replaced
 
@@ -339,7 +344,12 @@ def _fp8_bgemm(writer: ChainWriter, codes: fx.Node, scales: fx.Node) -> fx.Node 
     out = builder.call(torch.ops.fusion_pass.fp8_bgemm.default, codes, scales, w, s, chain.quantisation.block,
                        weight.block, value.dtype)
     tokens_first = anchor.contraction.lhs is anchor.node.args[0]
-    return builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
+    out = builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
+    turned = (aten.permute.default, aten.transpose.int)
+    if all(user.target in turned for user in anchor.node.users):
+        return out
+    # A view of the source may need its contraction's own layout.
+    return builder.call(aten.clone.default, out, memory_format=torch.contiguous_format)
 
 
 def _source_scales(writer: ChainWriter, scales: fx.Node) -> fx.Node | None:

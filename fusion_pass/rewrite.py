@@ -11,13 +11,16 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import validation
 from .config import Config
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
+from .guarded import restore, snapshot
 from .legality import mutates
-from .recognise.chain import ChainFinder
+from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
+from .recognise.declared import DeclaredOps
 from .recognise.refusal import Refused, source_line
 from .replace import Replaced, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
@@ -31,12 +34,28 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
     The graph is in functional ATen form (AOT, post-grad, export or make_fx). Nothing is changed when nothing is found.
     """
     started = time.perf_counter()
+    skipped: dict[str, str] = {}
+    calls = DeclaredOps.present(gm.graph)
+    before = snapshot(gm) if calls else None
+    while True:
+        report, again = _run(gm, config, skipped)
+        if not again:
+            break
+        # Written-out ops of which only a part was used: start again with those left as they are.
+        skipped |= again
+        restore(gm, before)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> tuple[Report, dict[str, str]]:
     report = Report(nodes=len(gm.graph.nodes))
     # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
     with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
+        declared = DeclaredOps.write_out(gm, config, skipped)
         context = Context.of(gm)
         sizes = context.sizes[0]
-        findings = ChainFinder(context, sizes).find()
+        findings = find_chains(context)
         report.visits = findings.visits + sum(context.counters.values())
         changed = False
         if findings.chains:
@@ -52,12 +71,13 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
         for refused in findings.refused:
             if not refused.silent:
                 report.near_misses.append(_near_miss(refused))
+        again = declared.settle(changed)
+        report.notes += declared.notes()
         if changed:
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()
-    report.seconds = time.perf_counter() - started
-    return report
+    return report, again
 
 
 def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, report: Report) -> bool:
@@ -70,7 +90,14 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
         report.gated.append(GatedChain(roles=chain.roles, gate=decision.reason, where=where))
         return False
     before = set(gm.graph.nodes)
-    outcome = replace_chain(chain, gm.graph, sizes)
+    pending: list[int] = []
+
+    def validate(old: fx.Node, new: fx.Node) -> fx.Node:
+        return validation.insert(old, new, pending[0])
+
+    if config.verify in ("first", "always"):
+        pending.append(validation.reserve())
+    outcome = replace_chain(chain, gm.graph, sizes, validate if pending else None)
     if isinstance(outcome, Refused):
         _erase_new(gm.graph, before)
         report.near_misses.append(_near_miss(outcome))
@@ -81,9 +108,15 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
             node.meta.setdefault("stack_trace", stack)
             node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op})
     quantisation = chain.quantisation
-    report.fused.append(FusedChain(
+    fused = FusedChain(
         roles=chain.roles, quant=None if quantisation is None else quantisation.rule,
-        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=decision.reason))
+        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=decision.reason)
+    report.fused.append(fused)
+    if pending:
+        values = [n.meta["val"] for n in (chain.rotation.source, chain.rotation.node)]
+        validation.record(pending[0], fused, report, validation.budget_of(values, quantisation is not None),
+                          config.verify == "always")
+        report.notes.append(f"validated at run time ({config.verify}): the source's computation stays in the graph")
     log.debug("fused %s at %s into %s", chain.roles, where, outcome.op)
     return True
 

@@ -38,8 +38,8 @@ class KvSplitDecision:
     """What to launch, and why.
 
     kv_split: concurrent groups (1 = the serial loop). reason: the condition that decided. width: channels of a row per
-    CTA. num_warps: warps per CTA. unroll: partials per group and iteration of a loop that is not unrolled whole.
-    unroll_limit: a group's steps up to which the loop is unrolled whole. pdl: launch dependent on the kernel before
+    CTA. num_warps: warps per CTA. unroll: partials per group in one batch of loads of the run-time loop. unroll_limit:
+    partials per group up to which all of them are one batch, without a loop. pdl: launch dependent on the kernel before
     (where the device can).
     """
 
@@ -48,7 +48,7 @@ class KvSplitDecision:
     width: int
     num_warps: int
     unroll: int = 8
-    unroll_limit: int = 20
+    unroll_limit: int = 18
     pdl: bool = False
 
 
@@ -58,10 +58,12 @@ def _width(head_dim: int, limit: int) -> int:
 
 
 def default_layout(kv_split: int, *, head_dim: int, element_size: int, reason: str) -> KvSplitDecision:
-    """Layout by rule where none was measured: one 16-byte load per lane and row, so that a warp owns its columns."""
+    """Layout by rule where none was measured: one 16-byte load per lane and row, so that a warp owns its columns, and 8
+    to 16 rows per lane in flight (unrolled whole: up to 32), beyond which registers spill."""
     width = _width(head_dim, 256 if kv_split == 1 else 512)
     warps = max(1, width * element_size // 512)
-    return KvSplitDecision(kv_split, reason, width, warps, unroll=8 if kv_split == 1 else 4, unroll_limit=18)
+    return KvSplitDecision(kv_split, reason, width, warps, max(1, 8 // kv_split), 18 if kv_split == 1 else 32 //
+    kv_split)
 
 
 def _check(num_partials: int, rows: int, head_dim: int, sm_count: int, bound: int | None) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 PROGRAM = """
 import sys, torch
-sys.path.insert(0, "tests")
+sys.path.insert(0, {tests!r})
 import fusion_pass
 from test_backend import X, function, relu_becomes_abs
 sys.modules["fusion_pass.rewrite"].run_on_graph = relu_becomes_abs
@@ -29,9 +29,9 @@ with torch.no_grad():
 
 def process(run, tmp_path, **environment):
     result = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(run=run)],
-        cwd=ROOT,
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), **environment},
+        [sys.executable, "-c", PROGRAM.format(run=run, tests=str(ROOT / "tests"))],
+        cwd=tmp_path,  # torch's debug tools leave files in the current folder
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), **environment},
         capture_output=True,
         text=True,
     )

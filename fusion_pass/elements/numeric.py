@@ -37,8 +37,10 @@ class Unevaluated(Exception):
 
 def random_leaf(seed: int, spread: float = 1.0) -> Leaf:
     """A value in (-spread, spread) for every index: reproducible, without a table, distinct for distinct seeds."""
+    offset = (seed + 1) * 0x2545F4914F6CDD1D % (1 << 62)        # fits an int64 for every seed
+
     def leaf(index: torch.Tensor) -> torch.Tensor:
-        x = (index + 1) * 0x9E3779B97F4A7C1 + ((seed + 1) * 0x2545F4914F6CDD1D & 0x3FFFFFFFFFFFFFFF)
+        x = (index + 1) * 0x9E3779B97F4A7C1 + offset
         x = (x ^ (x >> 29)) * 0x3C79AC492BA7B653
         x = (x ^ (x >> 32)) * 0x1C69B3F74AC4AE35
         x = x ^ (x >> 27)

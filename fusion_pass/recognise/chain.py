@@ -197,3 +197,24 @@ class ChainFinder:
             return None
         found = self._recognise_attention(source, axes)
         return found if isinstance(found, AttentionMatch) else None
+
+
+def find_chains(context: Context) -> Findings:
+    """The chains of a graph. With symbolic sizes a chain must also hold, as the same chain, for sizes other than the
+    example's."""
+    findings = ChainFinder(context, context.sizes[0]).find()
+    for sizes in context.sizes[1:]:
+        if not findings.chains:
+            break
+        again = ChainFinder(context, sizes).find()
+        findings.visits += again.visits
+        others = {chain.anchors[0].node: chain.signature() for chain in again.chains}
+        kept = []
+        for chain in findings.chains:
+            if others.get(chain.anchors[0].node) == chain.signature():
+                kept.append(chain)
+            else:
+                findings.refused.append(Refused(
+                    "bgemm", "the chain holds for the example's sizes but not for others", chain.anchors[0].node))
+        findings.chains = kept
+    return findings

@@ -37,6 +37,17 @@ class Chain:
             roles.append("fp8_quant")
         return (*roles, "bgemm")
 
+    def signature(self) -> tuple:
+        """What must not depend on the example's sizes: equal for the same chain under another assignment of the size
+        symbols."""
+        rotation, grouping = self.rotation, self.grouping
+        tokens = tuple(None if a.size_from is not None else a.size for a in grouping.tokens)
+        tables = tuple((t.node.name, t.part, t.negated) for t in (rotation.cos, rotation.sin))
+        return (self.roles, grouping.groups, grouping.heads_per_group, tokens, rotation.node.name,
+                rotation.source.name, rotation.head_dim, rotation.rope_start, tables,
+                tuple(bool(a.cos) for a in grouping.tokens),
+                None if self.quantisation is None else (self.quantisation.rule, self.quantisation.block))
+
     @property
     def output_axes(self) -> OutputAxes:
         return output_axes(self.rotation, self.grouping)

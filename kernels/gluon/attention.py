@@ -300,6 +300,7 @@ def launch_dense(
     *,
     causal: bool = False,
     window: int = 0,
+    splits: int = 1,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """Attention of q [B, S, H, 512] over kv [B or 1, N, 512] with causality, sliding window and mask [B or 1, S, N].
@@ -311,7 +312,19 @@ def launch_dense(
     total = batches * queries
     keys = kv.shape[1]
     if mask is None or keys == 0:
-        _launch(q, kv, sink, scale, epilogue, lists=None, tokens=total, causal=causal, window=window, tuning=tuning)
+        _launch(
+            q,
+            kv,
+            sink,
+            scale,
+            epilogue,
+            lists=None,
+            tokens=total,
+            splits=splits,
+            causal=causal,
+            window=window,
+            tuning=tuning,
+        )
         return
     from ..triton.mask_lists import visible_key_lists
 
@@ -337,4 +350,4 @@ def launch_dense(
             length=length,
         )
         lists = _Lists(index, keys, length, bias)
-        _launch(q, kv, sink, scale, epilogue, lists=lists, token0=token0, tokens=tokens, tuning=tuning)
+        _launch(q, kv, sink, scale, epilogue, lists=lists, token0=token0, tokens=tokens, splits=splits, tuning=tuning)

@@ -32,8 +32,7 @@ from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
     HEAD_DIM,
-    LOG2E,
-    MASKED_SCORE,
+    LAZY,
     OUTPUT,
     PROBABILITIES,
     SCORES,
@@ -42,25 +41,21 @@ from .hopper import (
     Jobs,
     Keys,
     exp2_approx,
-    per_row,
     pin,
+    rescale,
 )
 
 
 @gluon.jit
-def softmax_step(keys, s, index, bias, tile, count0, maximum, scale):
-    """(new running maximum in log2 units, probabilities) of one tile's scores s[64 heads, 64 keys]."""
-    valid = keys.valid(index, tile, count0)
-    if keys.HAS_BIAS:
-        term = gl.where(valid, gl.maximum(bias.to(gl.float32) * LOG2E, MASKED_SCORE), MASKED_SCORE)
-        s = s * scale + gl.expand_dims(term, 0)
-        new = gl.maximum(maximum, gl.max(s, 1))
-        p = exp2_approx(s - gl.expand_dims(new, 1))
-    else:
-        s = gl.where(gl.expand_dims(valid, 0), s, MASKED_SCORE)
-        new = gl.maximum(maximum, gl.max(s, 1) * scale)
-        p = exp2_approx(s * scale - gl.expand_dims(new, 1))
-    return new, p
+def softmax_step(s, term, maximum, scale):
+    """(new reference point in log2 units, probabilities) of one tile's scores s[64 heads, 64 keys].
+
+    The reference point is the running maximum, or an older one not more than LAZY below it.
+    """
+    s = s * scale + gl.expand_dims(term, 0)
+    new = gl.maximum(maximum, gl.max(s, 1))
+    new = gl.where(new > maximum + LAZY, new, maximum)
+    return new, exp2_approx(s - gl.expand_dims(new, 1))
 
 
 @gluon.jit
@@ -76,44 +71,41 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
 
 
 @gluon.jit
-def left_pair(
-    sh, keys, j, parity, s, index, bias, m, l, oa, ob, where, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr
-):
+def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr):
     """One pair of tiles for consumer_left: enters with its scores complete and unless LAST leaves with the next."""
     list_row, first, count0, count1 = where
     z = j >> 30
-    m0, p = softmax_step(keys, s, index, bias, 2 * j, count0, m, scale)
-    rescale = exp2_approx(m - m0)
+    m0, p = softmax_step(s, term, m, scale)
+    factor = exp2_approx(m - m0)
     pb = p.to(gl.bfloat16)
     sh.p[0].index(0).store(pb)
     sh.stats[0].store(m0)
     fence_async_shared()
     mbarrier.arrive(sh.p_ready[0])
-    l = l * rescale + gl.sum(p, 1)
-    factor = per_row(rescale)
+    l = l * factor + gl.sum(p, 1)
     operand = gl.convert_layout(pb, PROBABILITIES)
-    oa = oa * factor
+    oa = rescale(oa, factor)
     ta = warpgroup_mma(operand, sh.k[0].index(z), oa, is_async=True)
-    ob = ob * factor
+    ob = rescale(ob, factor)
     tb = warpgroup_mma(operand, sh.k[1].index(z), ob, is_async=True)
+    if not LAST:
+        index, bias = keys.load_terms(2 * j + 2, list_row, first, count0, count1)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[0])
     # the other tile
     mbarrier.wait(sh.p_ready[1], parity)
     m = sh.stats[1].load(gl.SliceLayout(1, SCORES))
-    rescale = exp2_approx(m0 - m)
-    l = l * rescale
-    factor = per_row(rescale)
-    oa = oa * factor
+    factor = exp2_approx(m0 - m)
+    l = l * factor
+    oa = rescale(oa, factor)
     ta = warpgroup_mma(sh.p[1].index(z), sh.k[4].index(z), oa, is_async=True)
     ob = warpgroup_mma_wait(1, deps=[tb])
     mbarrier.arrive(sh.empty[1])
-    ob = ob * factor
+    ob = rescale(ob, factor)
     tb = warpgroup_mma(sh.p[1].index(z), sh.k[5].index(z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[4])
     if not LAST:
-        index, bias = keys.load_terms(2 * j + 2, list_row, first, count0, count1)
         t = gl.zeros([TILE, TILE], gl.float32, SCORES)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 0)
         ob = warpgroup_mma_wait(1, deps=[tb])
@@ -121,6 +113,7 @@ def left_pair(
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 2)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 1)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 3)
+        term = keys.term(index, bias, 2 * j + 2, count0)
         mbarrier.wait(sh.empty[3], parity)  # the other warpgroup has read this one's probabilities
         t = warpgroup_mma_wait(OUTSTANDING, deps=[t])
         mbarrier.arrive(sh.turn)
@@ -128,7 +121,7 @@ def left_pair(
     else:
         ob = warpgroup_mma_wait(0, deps=[tb])
         mbarrier.arrive(sh.empty[5])
-    return s, index, bias, m, l, oa, ob
+    return s, term, m, l, oa, ob
 
 
 @gluon.jit
@@ -155,39 +148,46 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         t = scores_chunk(sh, t, z, parity, 0, 2)
         t = scores_chunk(sh, t, z, parity, 0, 1)
         t = scores_chunk(sh, t, z, parity, 0, 3)
+        term = keys.term(index, bias, 2 * low, count0)
         mbarrier.arrive(sh.turn)
         s = warpgroup_mma_wait(0, deps=[t])
         for j in range(low, high - 1):
             parity = (done + j - low) & 1
-            s, index, bias, m, l, oa, ob = left_pair(
-                sh, keys, j, parity, s, index, bias, m, l, oa, ob, where, scale, False, OUTSTANDING
+            s, term, m, l, oa, ob = left_pair(
+                sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, False, OUTSTANDING
             )
         # the last pair is peeled: it starts no further scores, and q is free
         mbarrier.arrive(sh.q_empty)
         parity = (done + high - 1 - low) & 1
-        s, index, bias, m, l, oa, ob = left_pair(
-            sh, keys, high - 1, parity, s, index, bias, m, l, oa, ob, where, scale, True, OUTSTANDING
+        s, term, m, l, oa, ob = left_pair(
+            sh, keys, high - 1, parity, s, term, m, l, oa, ob, where, scale, True, OUTSTANDING
         )
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, 0)
+        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, job >= 0, 0)
         done += high - low
         turn += 1
 
 
 @gluon.jit
 def consumer_right(sh, keys, jobs, output, scale):
-    """Scores of each pair's second tile; output columns 256..511."""
+    """Scores of each pair's second tile; output columns 256..511.
+
+    The first round is a dry run: no pairs, and an epilogue that writes nothing. It fetches the epilogue's instructions
+    while the first keys are still on their way; from a cold cache they would take microseconds at the end of the job.
+    """
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0
     turn = 0
-    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, list_row, token = jobs.place(job)
+    for job in range(gl.program_id(0) - gl.num_programs(0), jobs.count, gl.num_programs(0)):
+        live = job >= 0
+        block, split, list_row, token = jobs.place(gl.maximum(job, 0))
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
+        high = gl.where(live, high, low)
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
         l = gl.zeros([TILE], gl.float32, ROWS)
         oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
@@ -203,35 +203,34 @@ def consumer_right(sh, keys, jobs, output, scale):
             t = scores_chunk(sh, t, z, parity, 1, 2)
             t = scores_chunk(sh, t, z, parity, 1, 1)
             t = scores_chunk(sh, t, z, parity, 1, 3)
+            term = keys.term(index, bias, 2 * j + 1, count0)
             # the other warpgroup's tile, queued behind the own scores
             mbarrier.wait(sh.p_ready[0], parity)
             m0 = sh.stats[0].load(ROWS)
             before = exp2_approx(m - m0)
-            factor = per_row(before)
-            oa = oa * factor
-            ob = ob * factor
+            oa = rescale(oa, before)
+            ob = rescale(ob, before)
             ta = warpgroup_mma(sh.p[0].index(z), sh.k[2].index(z), oa, is_async=True)
             tb = warpgroup_mma(sh.p[0].index(z), sh.k[3].index(z), ob, is_async=True)
             s = warpgroup_mma_wait(2, deps=[t])
             mbarrier.arrive(sh.q_empty, pred=j + 1 == high)
-            m, p = softmax_step(keys, s, index, bias, 2 * j + 1, count0, m0, scale)
-            rescale = exp2_approx(m0 - m)
+            m, p = softmax_step(s, term, m0, scale)
+            after = exp2_approx(m0 - m)
             pb = p.to(gl.bfloat16)
             mbarrier.wait(sh.empty[5], parity ^ 1)  # the other warpgroup has read the last pair's probabilities
             sh.p[1].index(0).store(pb)
             sh.stats[1].store(m)
             fence_async_shared()
             mbarrier.arrive(sh.p_ready[1])
-            l = l * (before * rescale) + gl.sum(p, 1)
-            factor = per_row(rescale)
+            l = l * (before * after) + gl.sum(p, 1)
             operand = gl.convert_layout(pb, PROBABILITIES)
             oa = warpgroup_mma_wait(1, deps=[ta])
             mbarrier.arrive(sh.empty[2])
-            oa = oa * factor
+            oa = rescale(oa, after)
             ta = warpgroup_mma(operand, sh.k[6].index(z), oa, is_async=True)
             ob = warpgroup_mma_wait(1, deps=[tb])
             mbarrier.arrive(sh.empty[3])
-            ob = ob * factor
+            ob = rescale(ob, after)
             tb = warpgroup_mma(operand, sh.k[7].index(z), ob, is_async=True)
             oa = warpgroup_mma_wait(1, deps=[ta])
             mbarrier.arrive(sh.empty[6])
@@ -240,13 +239,13 @@ def consumer_right(sh, keys, jobs, output, scale):
             oa = pin(oa)
             ob = pin(ob)
         sh.stats[3].store(l)
-        mbarrier.arrive(sh.sum_ready[1])
-        mbarrier.wait(sh.sum_ready[0], turn & 1)
+        mbarrier.arrive(sh.sum_ready[1], pred=live)
+        mbarrier.wait(sh.sum_ready[0], turn & 1, pred=live)
         sums = l + sh.stats[2].load(ROWS)
-        mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1)
-        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, 1)
+        mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1, pred=live)
+        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, live, 1)
         done += high - low
-        turn += 1
+        turn += live.to(gl.int32)
 
 
 @gluon.jit

@@ -6,8 +6,9 @@ out[t, g, r] = sum over blocks b of K: x_scale[g, b, t] * w_scale[g, r / 128, b]
 A CTA computes tiles of 128 * HALVES tokens x 128 weight rows. A producer streams both operands with TMA through a ring
 of stages; two consumer warpgroups take 64 * HALVES tokens each. The tensor cores accumulate one block of 128 in fp32,
 which is then scaled and added to the tile's accumulator ("promotion"): while one warpgroup promotes, the other
-multiplies.
-`pin` keeps the compiler from postponing promotions, which would keep several products' results alive.
+multiplies. Left alone they can fall into step and promote at the same time, so in every block the second one waits
+until the first has one product behind it (barrier `turn`). `pin` keeps the compiler from postponing promotions, which
+would keep several products' results alive.
 """
 
 from triton.experimental import gluon
@@ -122,7 +123,7 @@ def write(acc, staging, out, first, group, row_tile, tiles):
 
 
 @gluon.jit
-def consumer(x, w, staging, full, empty, tiles, scales, out, WHICH: gl.constexpr):
+def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.constexpr):
     """Warpgroup WHICH of two: 64 * HALVES tokens of every tile."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, ACCUMULATOR))
     rounds: gl.constexpr = tiles.K_BLOCKS // STAGES
@@ -150,7 +151,11 @@ def consumer(x, w, staging, full, empty, tiles, scales, out, WHICH: gl.constexpr
                     next1 = scales.load_x(tiles, group, following, first + ROWS + rows)
                 next_w = scales.load_w(tiles, group, row_tile, following)
                 mbarrier.wait(full[s], parity)
+                if WHICH == 1:
+                    mbarrier.wait(turn[s], parity)
                 t = product(x[s * 2 * tiles.HALVES + WHICH * tiles.HALVES], w[s], t, z)
+                if WHICH == 0:
+                    mbarrier.arrive(turn[s])
                 if tiles.HALVES == 1:
                     mbarrier.arrive(empty[s])
                 acc0 = pin(acc0 + t * gl.expand_dims(scales.product(x0, w0), 1))
@@ -219,12 +224,14 @@ def bgemm_kernel(
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     staging0 = gl.allocate_shared_memory(out.dtype.element_ty, [ROWS, BLOCK], OUT)
     staging1 = gl.allocate_shared_memory(out.dtype.element_ty, [ROWS, BLOCK], OUT)
+    # one per stage: the first warpgroup may be several blocks ahead
+    turn = (allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1))
     full = (allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1))
     empty = (allocate_barrier(2), allocate_barrier(2), allocate_barrier(2), allocate_barrier(2))
     gl.warp_specialize(
         [
-            (consumer, (x, w, staging0, full, empty, tiles, scales, out, 0)),
-            (consumer, (x, w, staging1, full, empty, tiles, scales, out, 1)),
+            (consumer, (x, w, staging0, full, empty, turn, tiles, scales, out, 0)),
+            (consumer, (x, w, staging1, full, empty, turn, tiles, scales, out, 1)),
             (producer, (x_rows, w_rows, x, w, full, empty, tiles)),
         ],
         [4, 4],

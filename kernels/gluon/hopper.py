@@ -25,6 +25,9 @@ PROBABILITIES = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 # rounding residue of (-1e30) - (-1e30) in a row that has met only invalid keys so far.
 MASKED_SCORE = gl.constexpr(-1e30)
 START_MAX = gl.constexpr(-1e9)
+# The reference point of the exponentials follows the running maximum only when that has grown by more than this (log2
+# units): probabilities stay below 2**8, which bf16 and the fp32 sums hold as well, and rescaling becomes rare.
+LAZY = gl.constexpr(8.0)
 
 # What the consumers do with a finished row.
 EPILOGUE_PLAIN = gl.constexpr(0)  # out[T, H, D]
@@ -51,6 +54,32 @@ def pin(x):
     (its warning C7517). No instruction remains in the machine code.
     """
     return gl.inline_asm_elementwise("// pin $0", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+def _rescale_asm() -> tuple[str, str]:
+    """PTX that multiplies 64 registers by their row's factor unless all factors of the warp are 1, and its constraints.
+
+    In an accumulator [64, 128] a thread holds two rows; elements 0 and 2 of the 64 belong to different ones.
+    """
+    test = (
+        "setp.neu.f32 p, $128, 0f3F800000; setp.neu.f32 q, $130, 0f3F800000; or.pred p, p, q; "
+        "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE; "
+    )
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${128 + i};" for i in range(64))
+    constraints = ["=f"] * 64 + [str(i) for i in range(64)] + ["f"] * 64
+    return "{ .reg .pred p, q; " + test + products + " DONE: }", ",".join(constraints)
+
+
+RESCALE_ASM = gl.constexpr(_rescale_asm()[0])
+RESCALE_CONSTRAINTS = gl.constexpr(_rescale_asm()[1])
+
+
+@gluon.jit
+def rescale(x, factor):
+    """x[64, 128] times factor[64] per row, skipped by warps in which every factor is 1 (see `softmax_step`)."""
+    return gl.inline_asm_elementwise(
+        RESCALE_ASM, RESCALE_CONSTRAINTS, [x, per_row(factor)], dtype=gl.float32, is_pure=False, pack=64
+    )
 
 
 @gluon.jit
@@ -194,6 +223,16 @@ class Keys:
         column = tile * TILE + lane
         pointer = self.bias + list_row.to(gl.int64) * self.index_stride0 * 2 + column
         return gl.load(pointer, mask=column < count0, other=0.0)
+
+    @gluon.jit
+    def term(self, index, bias, tile, count0):
+        """Additive score per key of a tile, in log2 units; MASKED_SCORE where the key is invalid."""
+        valid = self.valid(index, tile, count0)
+        if self.HAS_BIAS:
+            term = gl.where(valid, gl.maximum(bias.to(gl.float32) * LOG2E, MASKED_SCORE), MASKED_SCORE)
+        else:
+            term = gl.where(valid, 0.0, MASKED_SCORE)
+        return term
 
     @gluon.jit
     def load_terms(self, tile, list_row, first, count0, count1):

@@ -223,9 +223,7 @@ def attention_kernel(
         high = tl.minimum(low + share, high)
 
     q_row = q_ptr + batch * q_stride_b + query * q_stride_s
-    q = tl.load(
-        q_row + heads.to(tl.int64)[:, None] * q_stride_h + channel[None, :], mask=head_mask[:, None], other=0.0
-    )
+    q = tl.load(q_row + heads.to(tl.int64)[:, None] * q_stride_h + channel[None, :], mask=head_mask[:, None], other=0.0)
     q = dot_operand(q)
     acc = tl.zeros([BLOCK_H, D], tl.float32)
     top = tl.full([BLOCK_H], LOWEST, tl.float32)

@@ -49,9 +49,7 @@ def _refuses_merge(partials, lse_or_max, sum, sink, stat_scale, kv_split, return
 def _launch_merge(outs, partials, lse_or_max, sum, sink, stat_scale, kv_split, return_stats, out_dtype) -> None:
     out, stats = outs
     decision = merge.decide(partials, kv_split)
-    merge.merge_into(
-        out, None, stats if return_stats else None, partials, lse_or_max, sum, sink, stat_scale, decision
-    )
+    merge.merge_into(out, None, stats if return_stats else None, partials, lse_or_max, sum, sink, stat_scale, decision)
 
 
 def _refuses_merge_rope(

@@ -147,6 +147,7 @@ def attention_launches(heads: int, tokens: int = 300, dtype=torch.bfloat16):
     launch("attention_gathered_rope_quant", q, kv, indices, sink, *rope, 0.04, groups, **more)
     launch("attention_gathered_rope_quant", q, kv, indices, sink, *rope, 0.04, groups, **PACKED, lengths=lengths)
     launch("attention_gathered_rope", q, kv, indices, sink, *rope, 0.04, groups)
+    launch("attention_gathered", q, kv, indices.long(), None, 0.04, lengths, *pools[1:])
     launch("attention_partials", q, kv, indices, 0.04, 8, *pools)
 
 

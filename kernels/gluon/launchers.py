@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registers the Hopper kernels with the ops, ahead of the portable ones. Imported at the first call on a GPU.
+
+Each ``_refuses_*`` and ``_launch_*`` takes the arguments of its op, completed and validated (launches after ``outs``).
+Few tokens do not fill the GPU: their keys are split, and the merge kernel runs the epilogue on bf16 partials.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.dispatch import Launcher, register_launcher
+from . import attention, bgemm
+from .attention import Epilogue
+
+PRIORITY = 10
+
+
+def _register(op, refuses, launch) -> None:
+    register_launcher(op, Launcher("gluon-sm90", refuses, launch, PRIORITY))
+
+
+def _table(table: Tensor) -> Tensor:
+    """A rope table [B or 1, S, half] or [T, half] as contiguous rows, in its own dtype."""
+    return table.reshape(-1, table.shape[-1]).contiguous()
+
+
+def _rope(outs, cos, sin, groups) -> Epilogue:
+    return Epilogue("rope", outs[0], cos=_table(cos), sin=_table(sin), groups=groups)
+
+
+def _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales) -> Epilogue:
+    return Epilogue(
+        "quant", outs[0], outs[1], None, _table(cos), _table(sin), groups, block, scale_rule, floor, pack_scales
+    )
+
+
+def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None) -> None:
+    """Merge the partials of all splits and run `epilogue` there."""
+    from ..triton import merge as merging
+    from ..triton.epilogue import quant_mode
+
+    _, tokens, heads, dim = partials.shape
+    if epilogue.kind == "plain":
+        out = epilogue.out.view(tokens, heads, dim)
+        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, merging.decide(partials, None))
+        return
+    cos, sin = epilogue.cos, epilogue.sin
+    if cos.shape[0] != tokens:  # several sequences share one table
+        cos, sin = (table.repeat(tokens // table.shape[0], 1) for table in (cos, sin))
+    quant = quant_mode(epilogue.scale_rule, epilogue.packed) if epilogue.kind == "quant" else 0
+    after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
+    out = epilogue.out.view(torch.uint8) if quant else epilogue.out
+    decision = merging.decide(partials, None, epilogue=True)
+    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after)
+
+
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor | None, launch, device) -> None:
+    """Run `launch(epilogue, sink, splits)`, split and merged if the tokens alone do not fill the GPU."""
+    splits = attention.choose_splits(tokens, heads, keys, _sm_count(device))
+    if splits == 1:
+        launch(epilogue, sink, 1)
+        return
+    partials = torch.empty(splits, tokens, heads, attention.HEAD_DIM, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
+    launch(Epilogue("partial", partials, lse=lse), None, splits)
+    _merge(epilogue, partials, lse, sink)
+
+
+# Gathered attention: q [T, H, D], kv [N, D].
+def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_indices, extra_lengths) -> None:
+    keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
+
+    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+        attention.launch_gathered(
+            q,
+            kv,
+            indices,
+            sink,
+            scale,
+            to,
+            lengths=lengths,
+            extra_kv=extra_kv,
+            extra_indices=extra_indices,
+            extra_lengths=extra_lengths,
+            splits=splits,
+        )
+
+    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
+
+
+def _refuses_gathered(q, kv, indices, sink, scale, lengths, extra_kv, *rest):
+    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv)
+
+
+def _launch_gathered(outs, q, kv, indices, sink, scale, *pools):
+    _gathered(Epilogue("plain", outs[0]), q, kv, indices, sink, scale, *pools)
+
+
+def _refuses_gathered_rope(q, kv, indices, sink, cos, sin, scale, groups, lengths, extra_kv, *rest):
+    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv, half=cos.shape[-1])
+
+
+def _launch_gathered_rope(outs, q, kv, indices, sink, cos, sin, scale, groups, *pools):
+    _gathered(_rope(outs, cos, sin, groups), q, kv, indices, sink, scale, *pools)
+
+
+def _refuses_gathered_quant(
+    q, kv, indices, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, lengths, extra_kv, *rest
+):
+    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv, block=block, half=cos.shape[-1])
+
+
+def _launch_gathered_quant(
+    outs, q, kv, indices, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, *pools
+):
+    epilogue = _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales)
+    _gathered(epilogue, q, kv, indices, sink, scale, *pools)
+
+
+def _refuses_partials(q, kv, indices, scale, num_splits, lengths, extra_kv, *rest):
+    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv)
+
+
+def _launch_partials(outs, q, kv, indices, scale, num_splits, lengths, extra_kv, extra_indices, extra_lengths):
+    attention.launch_gathered(
+        q,
+        kv,
+        indices,
+        None,
+        scale,
+        Epilogue("partial", outs[0], lse=outs[1]),
+        lengths=lengths,
+        extra_kv=extra_kv,
+        extra_indices=extra_indices,
+        extra_lengths=extra_lengths,
+        splits=num_splits,
+    )
+
+
+# Dense attention: q [B, S, H, D], kv [B or 1, N, D].
+def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
+    batch, queries, heads, _ = q.shape
+    keys = kv.shape[1]
+    if mask is None and causal and window > 0:
+        keys = min(keys, window)
+
+    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits)
+
+    _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device)
+
+
+def _refuses_dense(q, kv, mask, sink, scale, causal, window):
+    return attention.unsupported_reason(q, kv, scale=scale)
+
+
+def _launch_dense(outs, q, kv, mask, sink, scale, causal, window):
+    _dense(Epilogue("plain", outs[0]), q, kv, mask, sink, scale, causal, window)
+
+
+def _refuses_dense_rope(q, kv, mask, sink, cos, sin, scale, groups, causal, window):
+    return attention.unsupported_reason(q, kv, scale=scale, half=cos.shape[-1])
+
+
+def _launch_dense_rope(outs, q, kv, mask, sink, cos, sin, scale, groups, causal, window):
+    _dense(_rope(outs, cos, sin, groups), q, kv, mask, sink, scale, causal, window)
+
+
+def _refuses_dense_quant(
+    q, kv, mask, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, causal, window
+):
+    return attention.unsupported_reason(q, kv, scale=scale, block=block, half=cos.shape[-1])
+
+
+def _launch_dense_quant(
+    outs, q, kv, mask, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, causal, window
+):
+    epilogue = _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales)
+    _dense(epilogue, q, kv, mask, sink, scale, causal, window)
+
+
+_register("attention", _refuses_dense, _launch_dense)
+_register("attention_rope", _refuses_dense_rope, _launch_dense_rope)
+_register("attention_rope_quant", _refuses_dense_quant, _launch_dense_quant)
+_register("attention_gathered", _refuses_gathered, _launch_gathered)
+_register("attention_gathered_rope", _refuses_gathered_rope, _launch_gathered_rope)
+_register("attention_gathered_rope_quant", _refuses_gathered_quant, _launch_gathered_quant)
+_register("attention_partials", _refuses_partials, _launch_partials)
+
+
+# Grouped FP8 product for many tokens.
+def _refuses_bgemm(codes, scales, weight, weight_scales, block, weight_block, out_dtype):
+    return bgemm.unsupported_reason(
+        codes, scales, weight, weight_scales, block=block, weight_block=weight_block, out_dtype=out_dtype
+    )
+
+
+def _launch_bgemm(outs, codes, scales, weight, weight_scales, block, weight_block, out_dtype):
+    bgemm.launch(codes, scales, weight, weight_scales, outs[0])
+
+
+_register("fp8_bgemm", _refuses_bgemm, _launch_bgemm)
