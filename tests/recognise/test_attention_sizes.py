@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from captured import axes_of, capture, node_values
-from test_attention import CHANNELS, HEADS, close, dense_value, merge_value, recognised
+from test_attention import CHANNELS, HEADS, close, dense_value, merge_value
 
 from fusion_pass.elements.layouts import Builder
+from fusion_pass.recognise.attention import recognise_attention
 from fusion_pass.recognise.attention_emit import AttentionOperands
 from fusion_pass.recognise.attention_match import AttentionMatch
+from fusion_pass.recognise.attention_sizes import agreed
 from fusion_pass.recognise.context import Context
 
 SCALE = CHANNELS ** -0.5
@@ -94,7 +96,11 @@ def test_other_sizes(source) -> None:
     output = next(n for n in case.module.graph.nodes if n.op == "output").args[0][0]
     axes = axes_of(output, context.sizes[0], HEADS, CHANNELS)
     assert any(axis.size_from for axis in axes.tokens)
-    match = recognised(case, output, axes)
+    found = []
+    for sizes in context.sizes:
+        found.append(recognise_attention(output, axes_of(output, sizes, HEADS, CHANNELS), context, sizes))
+        assert isinstance(found[-1], AttentionMatch), found[-1].reason
+    match = agreed(*found, *context.sizes)
     assert isinstance(match, AttentionMatch), match.reason
     operands = match.emit(Builder(case.module.graph, context.sizes[0], output))
     assert operands is not None
