@@ -18,8 +18,11 @@ from benchmarks.shapes import SHAPES, rotation
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 # (tokens, warps, channels) per program
-TILES = ((1, 4, 512), (2, 1, 512), (4, 1, 512), (4, 2, 512), (4, 1, 128), (8, 1, 128), (16, 1, 128), (4, 1, 256), (16,
-2, 128)) CALLS = 12
+TILES = (
+    *((1, 4, 512), (2, 1, 512), (4, 1, 512), (4, 2, 512)),
+    *((4, 1, 128), (8, 1, 128), (16, 1, 128), (16, 2, 128), (4, 1, 256)),
+)
+CALLS = 12
 
 
 def run(args: argparse.Namespace) -> list[dict]:
