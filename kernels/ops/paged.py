@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops of attention over a paged FP8 cache of 584-byte rows (448 E4M3 + 64 bf16 values, 7 UE8M0 exponents, padding).
 
-Shapes: q [T, H, 512], pages [P, page_size, 1, 584] or [P, bytes >= page_size * 584] of a 1-byte dtype, contiguous within
-a page (layout: :mod:`fusion_pass.kernels.reference.paged`), indices [T, K] int32 or int64 = page * page_size + offset
-(negative or past the cache = masked), lengths [T], and a second cache with its own page size under the same softmax.
-Everything else as in :mod:`.gathered`.
+Shapes: q [T, H, 512], pages [P, page_size, 1, 584] or [P, bytes >= page_size * 584] of a 1-byte dtype, contiguous
+within a page (layout: :mod:`fusion_pass.kernels.reference.paged`), indices [T, K] int32 or int64, each
+page * page_size + offset (negative or past the cache = masked), lengths [T], and a second cache with its own page size
+under the same softmax. Everything else as in :mod:`.gathered`.
 """
 
 import torch

@@ -2,8 +2,8 @@
 """Reference of attention over a paged FP8 cache: the rows are decoded, the rest is gathered attention.
 
 A cache row is 584 bytes: 448 E4M3 values, 64 bf16 values (the rotated channels), and 7 UE8M0 exponents, one per 64 of
-the 448, with one byte of padding. A page of ``page_size`` rows holds first the 576 value bytes of all its rows, then the
-8 exponent bytes of all its rows; what follows in a page is padding. The value of code c under exponent e is
+the 448, with one byte of padding. A page of ``page_size`` rows holds first the 576 value bytes of all its rows, then
+the 8 exponent bytes of all its rows; what follows in a page is padding. The value of code c under exponent e is
 ``e4m3(c) * 2 ** (e - 127)``.
 """
 
@@ -22,7 +22,7 @@ ROW_BYTES = VALUE_BYTES + EXPONENT_BYTES
 
 
 def page_bytes(pages: Tensor, page_size: int) -> Tensor:
-    """The cache as bytes [P, page_size * 584]: ``pages`` is [P, >= page_size * 584] or [P, page_size, 1, 584], 1-byte."""
+    """The cache as uint8 [P, page_size * 584]; ``pages`` as the ops take it."""
     flat = pages.view(torch.uint8)
     return flat.as_strided((flat.shape[0], page_size * ROW_BYTES), (flat.stride(0), 1))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes the rows of a paged FP8 cache that a batch of tokens attends into bf16 rows of a workspace.
 
-The portable form of attention over FP8 pages: this kernel, then gathered attention over the workspace, a chunk of tokens
-at a time. Values are products of E4M3 codes and powers of two, so their bf16 form is exact.
+The portable form of attention over FP8 pages: this kernel, then gathered attention over the workspace, a chunk of
+tokens at a time. Values are products of E4M3 codes and powers of two, so their bf16 form is exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..reference.paged import EXPONENT_BYTES, HEAD_DIM, NOPE, VALUE_BYTES, page_bytes
 from .interpreter import cast_fp32, decode_e4m3, e4m3_is_native
 
-WORKSPACE_BYTES = 64 << 20
+WORKSPACE_BYTES = 160 << 20
 ROWS = 8  # per program
 
 
