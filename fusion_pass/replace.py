@@ -18,7 +18,7 @@ import torch.fx as fx
 from .elements.layouts import Axis, Builder
 from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
-from .legality import WRITTEN_OUT, is_assertion, live_nodes, mutated_input
+from .legality import WRITTEN_OUT, is_metadata_check, live_nodes, mutated_input
 from .recognise.attention_emit import AttentionOperands, MergeOperands, batch_axes
 from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
@@ -88,7 +88,7 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
             continue
         seen.add(node)
         for user in node.users:
-            if user in anchors or user.meta.get(WRITTEN_OUT) or is_assertion(user):
+            if user in anchors or user.meta.get(WRITTEN_OUT) or is_metadata_check(user):
                 continue
             if user.op == "output":
                 return user

@@ -95,8 +95,8 @@ class AttentionMatch:
 
     ``form``: "dense" (``q``, ``kv``, masks), or "partials" (only the merge is visible: ``partials``). ``gathered`` is
     set when a dense match may also be written with a pool and indices. ``sink`` has the axis (H); ``sink_gate`` (axes
-    (tokens.., 1)) says for which tokens the sink counts, in the rare source that masks it. ``scale`` is multiplied by the
-    single element ``scale_node`` when the source's scale is a tensor (Python floats are, under ``dynamic=True``).
+    (tokens.., 1)) says for which tokens the sink counts, in the rare source that masks it. ``scale`` is multiplied by
+    the single element ``scale_node`` when the source's scale is a tensor (Python floats are, under ``dynamic=True``).
     ``interior``: the nodes that the replacement makes unnecessary unless others read them.
     ``casts``: the roundings inside.
     """

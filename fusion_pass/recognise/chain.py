@@ -17,11 +17,39 @@ from .attention_match import AttentionMatch, OutputAxes
 from .chain_types import Chain, Findings
 from .context import Context
 from .projection import recognise_fp8_weight, recognise_grouping
-from .quant_path import FP8, Cones, QuantPath, dtype_of
+from .quant_path import CONTRACTIONS, FP8, Cones, QuantPath, dtype_of
 from .quantisation import recognise_quantisation
 from .refusal import Refused
 from .rotation import Rotation, Structure, read_structure, recognise_rotation
 from .transfer import cone_signature, transfer
+
+aten = torch.ops.aten
+
+
+PATIENCE = 2            # refused nodes on one way back before the anchor is given up: deeper ones differ in layout only
+SOFTMAX = {aten.exp.default, aten.exp2.default, aten._softmax.default, aten.softmax.int, aten._safe_softmax.default,
+           aten.sigmoid.default, aten.logsumexp.default}
+NORMALISATION = {aten.rsqrt.default, aten.mean.dim, aten.embedding.default}
+
+
+def behind_softmax(node: fx.Node, limit: int = 96) -> bool:
+    """Might ``node`` be an attention output? Looks for an exponential behind it, through at most one contraction and
+    no further than a normalisation. Cheap and generous: it only saves proofs that must fail."""
+    queue, seen = [(node, 0)], {node}
+    for here, depth in queue:
+        if here.op != "call_function" or here.target in NORMALISATION:
+            continue
+        name = getattr(here.target, "__name__", "")
+        if here.target in SOFTMAX or "scaled_dot_product" in name or "attention" in name:
+            return True
+        depth += here.target in CONTRACTIONS
+        if depth > 1 or len(queue) > limit:
+            continue
+        for operand in here.all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                queue.append((operand, depth))
+    return False
 
 
 @dataclass
@@ -84,12 +112,14 @@ class ChainFinder:
 
     def _best_candidate(self, anchor: Anchor) -> _Candidate | None:
         """The nearest node that holds a proven rotation, else the nearest that holds partly changed heads."""
-        first = None
+        refused: list[_Candidate] = []
         for candidate in self._candidates_of(anchor):
             if isinstance(candidate.rotation, Rotation):
                 return candidate
-            first = first or candidate
-        return first
+            refused.append(candidate)
+            if len(refused) == PATIENCE:
+                break
+        return refused[0] if refused else None
 
     def _candidates_of(self, anchor: Anchor) -> Iterator[_Candidate]:
         """Nodes on the operand's way back that hold partly changed heads, nearest to the contraction first."""
@@ -195,7 +225,7 @@ class ChainFinder:
                           structure.offset)
 
     def _attention(self, axes: OutputAxes | None, source: fx.Node) -> AttentionMatch | None:
-        if axes is None or source.op != "call_function":
+        if axes is None or source.op != "call_function" or not behind_softmax(source):
             return None
         found = self._recognise_attention(source, axes)
         return found if isinstance(found, AttentionMatch) else None
