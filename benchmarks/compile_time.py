@@ -35,10 +35,11 @@ def _layer_types(count: int) -> list[str]:
 
 def _captured(build: Callable[[], torch.nn.Module]) -> dict:
     """Dynamo and AOTAutograd on fake tensors; the pass runs on the inference graph."""
-    from fusion_pass import guarded
-    from fusion_pass.config import Config
     from torch._dynamo.backends.common import aot_autograd
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from fusion_pass import guarded
+    from fusion_pass.config import Config
 
     reports = []
 

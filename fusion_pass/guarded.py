@@ -59,7 +59,7 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
         triton_ops.take_apart(gm)
     report.nodes = report.nodes or nodes
     report.seconds = time.perf_counter() - start
-    _tell(gm, before, report, level)
+    _tell(gm, before[0] if before else None, report, level)
     return report
 
 
@@ -110,7 +110,7 @@ def _warn_failure(error: Exception) -> None:
     )
 
 
-def _tell(gm: fx.GraphModule, before: fx.Graph, report: Report, level: str) -> None:
+def _tell(gm: fx.GraphModule, before: fx.Graph | None, report: Report, level: str) -> None:
     log.info("%s graph: %s", level, report.summary())
     if report:
         log.debug("%s", report)
@@ -120,7 +120,7 @@ def _tell(gm: fx.GraphModule, before: fx.Graph, report: Report, level: str) -> N
     counts["gated"] += len(report.gated)
     counts["near_misses"] += len(report.near_misses)
     compat.trace_artifact("fusion_pass_report", "json", report.to_json)
-    if report.fused:
+    if report.fused and before is not None:
         compat.trace_artifact("fusion_pass_before", "string", lambda: _readable(fx.GraphModule(gm, before)))
         compat.trace_artifact("fusion_pass_after", "string", lambda: _readable(gm))
 

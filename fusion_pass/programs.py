@@ -17,8 +17,8 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
     program: an ``fx.GraphModule`` of ATen ops (``make_fx``, AOTAutograd, ``torch.export``'s ``.module()``) or a
     ``torch.export.ExportedProgram``, whose signature is kept consistent; a program that torch.export has just made is
     brought into functional ATen form (``run_decompositions()``) when something is fused in it. The graph must carry
-    ``meta["val"]``, as all of these do. On failure the graph is as it came; ``config.strict`` raises instead. Raises TypeError for anything
-    else.
+    ``meta["val"]``, as all of these do. On failure the graph is as it came; ``config.strict`` raises instead.
+    Raises TypeError for anything else.
     """
     config = config or Config()
     if isinstance(program, fx.GraphModule):
