@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from . import explain_command
 
             return explain_command.run(arguments)
+        if arguments.command == "list-patterns":
+            from . import patterns_command
+
+            return patterns_command.run(arguments)
         from . import bench
 
         return bench.run(rest)
@@ -87,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("target", metavar="MODULE:FUNCTION")
     explain.add_argument("--dynamic", action="store_true", help="capture with dynamic shapes")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
+
+    patterns = commands.add_parser("list-patterns", help="the roles, the library ops that are known, and yours")
+    patterns.add_argument("--json", action="store_true", help="print them as JSON")
 
     commands.add_parser("bench", help="run the benchmarks of a source checkout (python -m benchmarks)", add_help=False)
     return parser
