@@ -36,14 +36,21 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
 
     start = time.perf_counter()
     nodes = len(gm.graph.nodes)
-    before = snapshot(gm)
+    before: list[fx.Graph] = []
+
+    def keep() -> None:
+        # Most graphs are never changed, and a copy costs more than looking for anchors.
+        if not before:
+            before.append(snapshot(gm))
+
     try:
-        report = run_on_graph(gm, config)
+        report = run_on_graph(gm, config, before_change=keep)
         if report.fused:
             gm.graph.lint()
             gm.recompile()
     except Exception as error:
-        restore(gm, before)
+        if before:
+            restore(gm, before[0])
         if config.strict:
             raise
         report = Report(notes=[f"the pass failed and the graph was left as it came: {first_line(error)}"])

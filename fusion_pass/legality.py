@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
+# Marks a declared op whose written-out form is read instead (see recognise.declared): no reader, whatever it reads.
+WRITTEN_OUT = "fusion_pass_written_out"
+
 
 def is_metadata_check(node: fx.Node) -> bool:
     """torch.export's check that a value computed in the graph has the dtype it was traced with: it needs the value only
