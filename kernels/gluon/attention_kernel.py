@@ -166,27 +166,21 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, job >= 0, 0)
+        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, 0)
         done += high - low
         turn += 1
 
 
 @gluon.jit
 def consumer_right(sh, keys, jobs, output, scale):
-    """Scores of each pair's second tile; output columns 256..511.
-
-    The first round is a dry run: no pairs, and an epilogue that writes nothing. It fetches the epilogue's instructions
-    while the first keys are still on their way; from a cold cache they would take microseconds at the end of the job.
-    """
+    """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0
     turn = 0
-    for job in range(gl.program_id(0) - gl.num_programs(0), jobs.count, gl.num_programs(0)):
-        live = job >= 0
-        block, split, list_row, token = jobs.place(gl.maximum(job, 0))
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
-        high = gl.where(live, high, low)
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
         l = gl.zeros([TILE], gl.float32, ROWS)
         oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
@@ -237,13 +231,13 @@ def consumer_right(sh, keys, jobs, output, scale):
             oa = pin(oa)
             ob = pin(ob)
         sh.stats[3].store(l)
-        mbarrier.arrive(sh.sum_ready[1], pred=live)
-        mbarrier.wait(sh.sum_ready[0], turn & 1, pred=live)
+        mbarrier.arrive(sh.sum_ready[1])
+        mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
-        mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1, pred=live)
-        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, live, 1)
+        mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1)
+        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, 1)
         done += high - low
-        turn += live.to(gl.int32)
+        turn += 1
 
 
 @gluon.jit
