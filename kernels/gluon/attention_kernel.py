@@ -79,7 +79,7 @@ def load_term(sh, parity, TILE_OF_PAIR: gl.constexpr):
 
 
 @gluon.jit
-def left_pair(sh, j, parity, s, term, m, l, oa, ob, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr):
+def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl.constexpr):
     """One pair of tiles for consumer_left: enters with its scores complete and unless LAST leaves with the next."""
     z = j >> 30
     m0, p = softmax_step(s, term, m, scale)
@@ -110,7 +110,7 @@ def left_pair(sh, j, parity, s, term, m, l, oa, ob, scale, LAST: gl.constexpr, O
     tb = warpgroup_mma(sh.p[1].index(z), sh.k[5].index(z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[4])
-    if not LAST:
+    if not last:
         t = gl.zeros([TILE, TILE], gl.float32, SCORES)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 0)
         ob = warpgroup_mma_wait(1, deps=[tb])
@@ -154,13 +154,11 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         term = load_term(sh, parity, 0)
         mbarrier.arrive(sh.turn)
         s = warpgroup_mma_wait(0, deps=[t])
-        for j in range(low, high - 1):
+        for j in range(low, high):
             parity = (done + j - low) & 1
-            s, term, m, l, oa, ob = left_pair(sh, j, parity, s, term, m, l, oa, ob, scale, False, OUTSTANDING)
-        # the last pair is peeled: it starts no further scores, and q is free
-        mbarrier.arrive(sh.q_empty)
-        parity = (done + high - 1 - low) & 1
-        s, term, m, l, oa, ob = left_pair(sh, high - 1, parity, s, term, m, l, oa, ob, scale, True, OUTSTANDING)
+            last = j + 1 == high
+            mbarrier.arrive(sh.q_empty, pred=last)
+            s, term, m, l, oa, ob = left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING)
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
         mbarrier.wait(sh.sum_ready[1], turn & 1)
