@@ -7,10 +7,26 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
+# Marks a declared op whose written-out form is read instead (see recognise.declared): no reader, whatever it reads.
+WRITTEN_OUT = "fusion_pass_written_out"
+
 
 def is_impure(node: fx.Node) -> bool:
     """Must stay whether or not its value is used."""
-    return node.op in ("output", "placeholder") or node.is_impure()
+    return node.op in ("output", "placeholder") or (node.is_impure() and not is_assertion(node))
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """A statement of export about a tensor's dtype and layout: it holds at compile time, and needs no value."""
+    return node.target is torch.ops.aten._assert_tensor_metadata.default
+
+
+def drop_assertions(graph: fx.Graph) -> None:
+    """Take such statements away where nothing else reads the tensor: they would keep its computation alive."""
+    live = live_nodes(graph, ())
+    for node in reversed(list(graph.nodes)):
+        if is_assertion(node) and node not in live and not any(n in live for n in node.all_input_nodes):
+            graph.erase_node(node)
 
 
 def live_nodes(graph: fx.Graph, cut: Iterable[fx.Node], needed: Iterable[fx.Node] = ()) -> set[fx.Node]:

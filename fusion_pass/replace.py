@@ -7,6 +7,7 @@ with block scales; otherwise it reads the fused result.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch.fx as fx
 from .elements.layouts import Axis, Builder
 from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
-from .legality import live_nodes, mutated_input
+from .legality import WRITTEN_OUT, is_assertion, live_nodes, mutated_input
 from .recognise.attention_emit import AttentionOperands, MergeOperands, batch_axes
 from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
@@ -86,7 +87,7 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
             continue
         seen.add(node)
         for user in node.users:
-            if user in anchors:
+            if user in anchors or user.meta.get(WRITTEN_OUT) or is_assertion(user):
                 continue
             if user.op == "output":
                 return user
@@ -209,6 +210,7 @@ class ChainWriter:
                     operands.scale, groups]
         elif isinstance(operands, MergeOperands):
             name = "merge_partials_rope"
+            operands = self.natural(operands)
             args = [operands.partials, operands.lse_or_max, operands.sum, operands.sink, *tables, groups]
         else:
             output = self.opaque_output()
@@ -225,6 +227,13 @@ class ChainWriter:
             args += [chain.quantisation.block, chain.quantisation.rule, chain.quantisation.floor, False]
         op = getattr(torch.ops.fusion_pass, name).default
         return Replaced(f"fusion_pass.{name}", self.builder.call(op, *args, **kwargs))
+
+    def natural(self, operands: MergeOperands) -> MergeOperands:
+        """The op takes the log-sum-exp of normalised partials in natural logarithm; some libraries keep base 2."""
+        if operands.sum is not None or operands.stat_scale == 1.0:
+            return operands
+        lse = self.builder.call(aten.mul.Tensor, operands.lse_or_max, operands.stat_scale)
+        return dataclasses.replace(operands, lse_or_max=lse, stat_scale=1.0)
 
     def wide(self, node: fx.Node) -> fx.Node:
         """Keep fp32 where the source kept it from the scores to the projection: the op rounds to q's dtype."""

@@ -13,14 +13,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import validation
 from .config import Config
+from .elements.fakes import unify_fake_modes
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
-from .legality import mutates
+from .legality import drop_assertions, mutates
 from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
-from .recognise.declared import DeclaredOps
+from .recognise.declared import DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line
 from .replace import Replaced, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
@@ -34,26 +35,25 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
     The graph is in functional ATen form (AOT, post-grad, export or make_fx). Nothing is changed when nothing is found.
     """
     started = time.perf_counter()
-    skipped: dict[str, str] = {}
-    calls = DeclaredOps.present(gm.graph)
-    before = snapshot(gm) if calls else None
+    plan = Plan()
+    before = snapshot(gm) if DeclaredOps.present(gm.graph) else None
     while True:
-        report, again = _run(gm, config, skipped)
-        if not again:
+        report, settled = _run(gm, config, plan)
+        if settled:
             break
-        # Written-out ops of which only a part was used: start again with those left as they are.
-        skipped |= again
-        restore(gm, before)
+        restore(gm, before)         # with another plan for the declared ops
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> tuple[Report, dict[str, str]]:
+def _run(gm: fx.GraphModule, config: Config, plan: Plan) -> tuple[Report, bool]:
     report = Report(nodes=len(gm.graph.nodes))
     # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
     with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
-        declared = DeclaredOps.write_out(gm, config, skipped)
+        unify_fake_modes(gm.graph)
+        declared = DeclaredOps.write_out(gm, config, plan)
         context = Context.of(gm)
+        context.fixed = declared.fixed
         sizes = context.sizes[0]
         findings = find_chains(context)
         report.visits = findings.visits + sum(context.counters.values())
@@ -71,13 +71,14 @@ def _run(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> tuple[R
         for refused in findings.refused:
             if not refused.silent:
                 report.near_misses.append(_near_miss(refused))
-        again = declared.settle(changed)
+        settled = declared.settle(changed, plan)
         report.notes += declared.notes()
         if changed:
+            drop_assertions(gm.graph)
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()
-    return report, again
+    return report, settled
 
 
 def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, report: Report) -> bool:

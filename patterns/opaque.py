@@ -34,7 +34,7 @@ class OpaqueOp:
     versions: releases the row was written for. roles: what it computes, in dataflow order. source: where that is
     documented. expand: see the module. known: positions of arguments whose *values* matter and must follow from the
     graph; ``requires(shapes, values)`` gets the shapes of all arguments and those values, and returns a reason against
-    writing the op out, or None.
+    writing the op out, or None. label: name that the user registered it under.
     """
 
     name: str
@@ -45,6 +45,12 @@ class OpaqueOp:
     arguments: tuple[str, ...] = ()
     known: tuple[int, ...] = ()
     requires: Requires | None = None
+    label: str = ""
+
+    @property
+    def rules(self) -> frozenset[str]:
+        """Names under which ``Config(disable_rules=...)`` switches it off (roles apart)."""
+        return frozenset((self.name, self.name.partition("::")[2], self.label)) - {""}
 
 
 _FINEGRAINED = "transformers FP8GroupedLinear, kernels-community/finegrained-fp8"

@@ -124,6 +124,8 @@ class ChainFinder:
     def _candidates_of(self, anchor: Anchor) -> Iterator[_Candidate]:
         """Nodes on the operand's way back that hold partly changed heads, nearest to the contraction first."""
         for node in way_back(anchor.operand, self.sizes, QuantPath(self.sizes, self.cones)):
+            if node in self.context.fixed:
+                continue
             if node not in self._candidates:
                 self._candidates[node] = self._candidate(node)
             if self._candidates[node] is not None:

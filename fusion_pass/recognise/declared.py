@@ -7,6 +7,7 @@ written-out form is still read its readers back.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,15 +19,17 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .. import validation  # noqa: F401  (defines fusion_pass::agree)
 from ..config import Config
 from ..elements.moves import is_float_cast, is_move
 from ..elements.numeric import Numeric, Unevaluated
 from ..elements.sizes import Sizes, Unsized
-from ..legality import live_nodes
+from ..legality import WRITTEN_OUT, is_impure
 from ..patterns.opaque import NotExpanded, OpaqueOp, declared
 from .written_call import Call, read_call
 
 aten = torch.ops.aten
+AGREE = torch.ops.fusion_pass.agree.default
 
 
 @dataclass
@@ -44,12 +47,25 @@ class Expansion:
 
 
 @dataclass
+class Plan:
+    """What to do with the declared ops of a graph, by node name (see :class:`DeclaredOps`)."""
+
+    skipped: dict[str, str] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+
+
+@dataclass
 class DeclaredOps:
-    """The declared ops of one graph. ``skipped``: names of nodes that stay as they are, with the reason."""
+    """The declared ops of one graph.
+
+    ``skipped``: names of nodes that are not written out, with the reason. ``kept``: names of nodes that are written out
+    only so that what they read is recognised; they stay, and get what was fused before them.
+    """
 
     graph: fx.Graph
     calls: list[tuple[fx.Node, OpaqueOp]]
     skipped: dict[str, str]
+    kept: frozenset[str]
     expansions: list[Expansion] = field(default_factory=list)
 
     @staticmethod
@@ -65,10 +81,10 @@ class DeclaredOps:
         return found
 
     @staticmethod
-    def write_out(gm: fx.GraphModule, config: Config, skipped: dict[str, str]) -> DeclaredOps:
+    def write_out(gm: fx.GraphModule, config: Config, plan: Plan) -> DeclaredOps:
         """Write the declared ops of ``gm`` out. ``Config.disable_rules`` may name an op (with or without namespace)."""
         calls = DeclaredOps.present(gm.graph)
-        result = DeclaredOps(gm.graph, calls, dict(skipped))
+        result = DeclaredOps(gm.graph, calls, dict(plan.skipped), frozenset(plan.kept))
         if calls:
             sizes = [s for s, _ in zip(Sizes.candidates(gm.graph), range(2))]
             for node, row in calls:
@@ -78,24 +94,29 @@ class DeclaredOps:
     def _write_out(self, node: fx.Node, row: OpaqueOp, sizes: list[Sizes], config: Config) -> None:
         if node.name in self.skipped:
             return
-        if not {row.name, row.name.partition("::")[2]}.isdisjoint(config.disable_rules):
-            self.skipped[node.name] = f"the rule {row.name!r} is switched off (disable_rules)"
+        if not row.rules.isdisjoint(config.disable_rules):
+            self.skipped[node.name] = f"the rule {row.label or row.name!r} is switched off (disable_rules)"
             return
         try:
             self.expansions.append(_write_out(self.graph, node, row, sizes))
         except (NotExpanded, Unevaluated, Unsized) as reason:
             self.skipped[node.name] = str(reason)
 
-    def settle(self, changed: bool) -> dict[str, str]:
+    @property
+    def fixed(self) -> frozenset[fx.Node]:
+        """Nodes among which nothing may be replaced."""
+        return frozenset(n for e in self.expansions if e.node.name in self.kept for n in e.nodes)
+
+    def settle(self, changed: bool, plan: Plan) -> bool:
         """Give the ops that were not fused their readers back.
 
-        Returns the nodes (with the reason) that must not be written out after all, when the graph that results would
-        not be the better one: then the caller starts again with those in ``skipped``.
+        False when the graph that results is not the best one: ``plan`` has become a better one, with which the caller
+        starts again from the graph as it was.
         """
         if not self.expansions:
-            return {}
-        again: dict[str, str] = {}
-        live = live_nodes(self.graph, ())
+            return True
+        live: set[fx.Node] = set()
+        _mark_all(self.graph, live)
         for expansion in reversed(self.expansions):
             read = [new for _, new in expansion.outputs if any(u in live and u not in expansion.inside
                                                                for u in new.users)]
@@ -107,39 +128,44 @@ class DeclaredOps:
             for old, new in expansion.outputs:
                 new.replace_all_uses_with(old, delete_user_cb=lambda user, e=expansion: user not in e.inside)
             _mark(expansion.node, live)
-        if changed:
-            again = self._half_used()
+        settled = not changed or self._settled(plan)
         for expansion in self.expansions:
+            expansion.node.meta.pop(WRITTEN_OUT, None)
             for node in reversed(expansion.nodes):
                 if not node.users:
                     self.graph.erase_node(node)
-        return again
+        return settled
 
-    def _half_used(self) -> dict[str, str]:
-        """Ops whose written-out form is computed again beside the op itself, or without which a fusion is void."""
-        again = {}
-        live = live_nodes(self.graph, ())
+    def _settled(self, plan: Plan) -> bool:
+        """Is nothing computed twice, and no fused op void because what reads it was taken back?"""
+        live: set[fx.Node] = set()
+        _mark_all(self.graph, live)
+        again = False
         for expansion in self.expansions:
             suspects = expansion.nodes if expansion.undone else _equivalents(expansion)
             if any(u in live and u not in expansion.inside for node in suspects for u in node.users):
-                again[expansion.node.name] = "only a part of what it computes was recognised"
+                plan.skipped[expansion.node.name] = "only a part of what it computes was recognised"
+                again = True
         if any(n not in live and _is_fused(n) for n in self.graph.nodes):
-            again |= {e.node.name: "its result is read by code that is no chain" for e in self.expansions if e.undone}
-        return again
+            for name in (e.node.name for e in self.expansions if e.undone):
+                if name in self.kept:
+                    plan.skipped[name] = "what it reads cannot be fused without it"
+                plan.kept.add(name)
+                again = True
+        return not again
 
     def notes(self) -> list[str]:
-        """One line per declared op for the report."""
+        """One line per declared op and outcome, for the report."""
         undone = {e.node.name for e in self.expansions if e.undone}
         outcomes: Counter[tuple[str, str]] = Counter()
         for node, row in self.calls:
-            outcome = self.skipped.get(node.name) or ("in no fused chain" if node.name in undone else "")
-            outcomes[row.name, outcome] += 1
-        roles = {row.name: " + ".join(row.roles) for _, row in self.calls}
-        lines = []
-        for (name, outcome), count in outcomes.items():
-            text = f"left as it was ({outcome})" if outcome else "fused"
-            lines.append(f"declared op {name} ({roles[name]}), {count}x: {text}")
-        return lines
+            what = f"registered pattern {row.label}" if row.label else f"declared op {row.name}"
+            outcome = self.skipped.get(node.name, "")
+            if not outcome and node.name in undone:
+                outcome = "what it reads may be fused" if node.name in self.kept else "in no fused chain"
+            outcomes[f"{what} ({' + '.join(row.roles)})", outcome] += 1
+        return [f"{what}, {count}x: " + (f"left as it was ({outcome})" if outcome else "fused")
+                for (what, outcome), count in outcomes.items()]
 
 
 def _is_fused(node: fx.Node) -> bool:
@@ -166,7 +192,14 @@ def _mark(node: fx.Node, live: set[fx.Node]) -> None:
         here = stack.pop()
         if here not in live:
             live.add(here)
-            stack.extend(here.all_input_nodes)
+            # A value that is only compared with (see validation) needs nothing to be kept for it.
+            stack.extend(here.args[1:2] if here.target is AGREE else here.all_input_nodes)
+
+
+def _mark_all(graph: fx.Graph, live: set[fx.Node]) -> None:
+    for node in graph.nodes:
+        if is_impure(node):
+            _mark(node, live)
 
 
 def _equivalents(expansion: Expansion) -> list[fx.Node]:
@@ -198,6 +231,7 @@ def _write_out(graph: fx.Graph, node: fx.Node, row: OpaqueOp, sizes: list[Sizes]
         outputs.append((old, new))
     for old, new in outputs:
         old.replace_all_uses_with(new)
+    node.meta[WRITTEN_OUT] = True
     return Expansion(row, node, outputs, nodes)
 
 
@@ -226,22 +260,19 @@ def _trace(row: OpaqueOp, call: Call) -> fx.GraphModule:
         table = dict(zip(call.operands, operands))
         return call.evaluate(row.expand, table.__getitem__)
 
-    mode, values = _one_mode(values)
+    mode = torch._guards.detect_fake_mode(values) or FakeTensorMode()
     with mode, enable_python_dispatcher():
-        traced = make_fx(written_out)(*values)
-    return traced
+        return make_fx(written_out, decomposition_table=_decompositions())(*values)
 
 
-def _one_mode(values: list[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """All tensors under one fake mode (graphs of make_fx have one per tensor)."""
-    modes = {id(v.fake_mode): v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)}
-    if len(modes) == 1 and all(not isinstance(v, torch.Tensor) or hasattr(v, "fake_mode") for v in values):
-        return next(iter(modes.values())), values
-    mode = FakeTensorMode()
-    with mode:
-        values = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-                  if isinstance(v, torch.Tensor) else v for v in values]
-    return mode, values
+@functools.cache
+def _decompositions() -> dict:
+    """Inductor's, as parts of a written-out form may stay in a graph that Inductor compiles; contractions and softmax
+    keep their form, which recognition and kernels are written for."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    keep = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._softmax}
+    return {op: rule for op, rule in select_decomp_table().items() if getattr(op, "overloadpacket", op) not in keep}
 
 
 def _insert(graph: fx.Graph, before: fx.Node, traced: fx.GraphModule, call: Call
@@ -309,4 +340,4 @@ def _same_form(old: fx.Node, new: fx.Node, sizes: list[Sizes]) -> bool:
     return all(s.shape(old) == s.shape(new) for s in sizes)
 
 
-__all__ = ["DeclaredOps", "Expansion"]
+__all__ = ["DeclaredOps", "Expansion", "Plan"]

@@ -6,8 +6,19 @@ strides, and the pure-torch reference as its implementation wherever no kernel a
 kernel a call would run, and why.
 """
 
-from . import attention, bgemm, gathered, merge, rope
+from . import attention, bgemm, contract_ops, gathered, merge, rope
 from .dispatch import Launcher, explain, register_launcher
 from .registry import SPECS
 
-__all__ = ["SPECS", "Launcher", "attention", "bgemm", "explain", "gathered", "merge", "register_launcher", "rope"]
+__all__ = [
+    "SPECS",
+    "Launcher",
+    "attention",
+    "bgemm",
+    "contract_ops",
+    "explain",
+    "gathered",
+    "merge",
+    "register_launcher",
+    "rope",
+]

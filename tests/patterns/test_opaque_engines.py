@@ -221,3 +221,47 @@ def test_sglang_quantisation():
     assert got.report.fused[0].quant == "ue8m0"
     assert not any("sglang" in op for op in got.ops)
     assert_close(got.out, fn(p.o, p.positions, weight))
+
+
+def test_vllm_einsum_behind_a_quantisation_in_torch():
+    """The op for the product alone, everything before it in ordinary torch with raw scales."""
+    engine_ops.vllm()
+    p = Path()
+    attention = padded_attention(p)
+
+    def fn(hidden, positions, cache, weight, scales):
+        o = p.rotated(attention(hidden, positions)).view(5, p.groups, -1).transpose(0, 1)
+        blocks = o.float().unflatten(-1, (-1, 128))
+        factors = blocks.abs().amax(-1).clamp(min=1e-10) / 448
+        codes = (blocks / factors.unsqueeze(-1)).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(-2)
+        z = torch.empty(5, p.groups, p.rows, dtype=torch.bfloat16)
+        torch.ops.vllm.deepseek_v4_fp8_einsum(codes.transpose(0, 1), factors.transpose(0, 1), weight, scales, z,
+                                              "bhr,hdr->bhd", [1, 128, 128])
+        return z
+
+    args = (p.hidden, p.positions, p.cache, p.weight, p.weight_scales)
+    got = run(fn, *args)
+    assert roles(got) == [TAIL], got.report
+    assert not any("fp8_einsum" in op for op in got.ops)
+    assert_close(got.out, fn(*args))
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_vllm_validated_against_the_written_out_form(wrong):
+    engine_ops.vllm()
+    p = Path()
+    fn, args = vllm_path(p, padded_attention(p))
+    if wrong:
+        from fusion_pass.kernels.ops.registry import SPECS
+        right = SPECS["fp8_bgemm"].reference
+        object.__setattr__(SPECS["fp8_bgemm"], "reference", lambda *a: right(*a) * 1.5)
+    try:
+        got = run(fn, *args, verify="first")
+    finally:
+        if wrong:
+            object.__setattr__(SPECS["fp8_bgemm"], "reference", right)
+    assert_close(got.out, fn(*args))
+    if wrong:
+        assert not got.report.fused and "validation" in got.report.near_misses[0].reason, got.report
+    else:
+        assert roles(got) == [TAIL], got.report
