@@ -151,20 +151,20 @@ def cost(nodes: Iterable[fx.Node]) -> Cost:
             for source in map(_base, node.all_input_nodes):
                 if source in group and not _has_own_kernel(source):
                     group[root(source)] = root(node)
-    reads: dict[tuple[fx.Node, fx.Node], int] = {}
+    reads: dict[tuple[fx.Node, fx.Node], set[fx.Node]] = {}
     written = 0
     for node in computing:
         here = root(node)
         for argument in node.all_input_nodes:
             source = _base(argument)
             if source not in group or root(source) is not here:
-                # A view reads what it shows, a broadcast view what there is.
-                size = min(_bytes(argument), _bytes(source))
-                reads[here, source] = max(reads.get((here, source), 0), size)
+                reads.setdefault((here, source), set()).add(argument)
         if any(user not in group or root(user) is not here for user in _readers(node)):
             written += _bytes(node)
+    # Views read what they show, but together no more than there is.
+    read = sum(min(sum(map(_bytes, views)), _bytes(source)) for (_, source), views in reads.items())
     return Cost(least=len({root(node) for node in computing}), most=len(computing),
-                bytes=sum(reads.values()) + written, flops=sum(map(_flops, computing)))
+                bytes=read + written, flops=sum(map(_flops, computing)))
 
 
 def _moves_nothing(node: fx.Node) -> bool:
