@@ -30,6 +30,8 @@ PARTIALS = (2, 3, 4, 6, 8, 12, 18, 24, 32, 48, 64, 96, 128)
 HALF_ROWS = (128, 512, 2048)
 HALF_PARTIALS = (4, 8, 18, 32, 64, 128)
 MAX_BYTES = 1 << 31
+PDL_PARTIALS = (8, 18, 32)
+PDL_LAYOUT = KvSplitDecision(1, "serial", 128, 1, 8, 18)
 
 
 def points():
@@ -68,6 +70,9 @@ def precompile(processes: int) -> None:
             batch = whole or decision.unroll
             kind = (dtype, quantise, whole > 0, batch, key(decision)[:3])
             jobs.setdefault(kind, (dtype, quantise, count, decision))
+    for quantise in (False, True):
+        for count in PDL_PARTIALS:
+            jobs[quantise, count] = (torch.float32, quantise, count, replace(PDL_LAYOUT, pdl=True))
     work = sorted(jobs.values(), key=lambda job: -job[2] * job[3].kv_split)
     start = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
@@ -173,10 +178,9 @@ def pdl_gain() -> list[dict]:
     out = []
     for quantise in (False, True):
         for rows in (128, 256, 512):
-            for count in (8, 18, 32):
+            for count in PDL_PARTIALS:
                 problem = make_problem(count, rows, torch.float32, pool)
-                serial = KvSplitDecision(1, "", 128, 1, 8, 18)
-                pair = [serial, replace(serial, pdl=True)]
+                pair = [PDL_LAYOUT, replace(PDL_LAYOUT, pdl=True)]
                 plain, dependent = time_point(problem, pair, quantise, 9)
                 out.append({"epilogue": quantise, "rows": rows, "partials": count, "us": plain, "us_pdl": dependent})
     return out

@@ -44,6 +44,29 @@ def ours(x: AttentionInputs, w: Projection, groups: int) -> Tensor:
     return torch.ops.fusion_pass.fp8_bgemm(codes, scales, w.weight, w.scales)
 
 
+def ours_fp8(x: AttentionInputs, pages: Tensor, extra_pages: Tensor, w: Projection, groups: int) -> Tensor:
+    """[T, G, R] from FP8 pages of both pools."""
+    codes, scales = torch.ops.fusion_pass.attention_paged_fp8_rope_quant(
+        x.q,
+        pages,
+        x.indices,
+        x.sink,
+        x.cos,
+        x.sin,
+        x.scale,
+        groups,
+        inputs.PAGE_ROWS,
+        128,
+        "ue8m0",
+        1e-10,
+        False,
+        extra_pages=extra_pages,
+        extra_indices=x.extra_indices,
+        extra_page_size=inputs.PAGE_ROWS,
+    )
+    return torch.ops.fusion_pass.fp8_bgemm(codes, scales, w.weight, w.scales)
+
+
 def theirs(attention: harness.Call, gemm: Any, x: AttentionInputs, w: Projection, groups: int) -> Tensor:
     """[T, G, R]: attention from FlashMLA, then the quantisation kernel, then DeepGEMM."""
     o = attention()
@@ -86,14 +109,16 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
     groups = shape.groups
     cases = [(xs[i % count], ws[i % len(ws)], i % 3) for i in range(max(count, len(ws) if tokens <= 256 else 3))]
     calls: dict[str, list[harness.Call]] = {"fusion_pass, bf16 KV": [partial(ours, x, w, groups) for x, w, _ in cases]}
+    pages = [tuple(inputs.fp8_pages(kv) for kv in p) for p in pools] if tokens <= 256 else []
+    if pages:
+        calls["fusion_pass, FP8 KV"] = [partial(ours_fp8, x, *pages[k], w, groups) for x, w, k in cases]
     mla, gemm = (peers.flash_mla(), peers.deep_gemm()) if use_peers else (None, None)
     if mla is not None and gemm is not None:
         joined = [torch.cat(p) for p in pools]
         calls["peers, bf16 KV"] = [
             partial(theirs, peers.flash_mla_bf16(mla, x, joined[k]), gemm, x, w, groups) for x, w, k in cases
         ]
-        if tokens <= 256:
-            pages = [tuple(inputs.fp8_pages(kv) for kv in p) for p in pools]
+        if pages:
             calls["peers, FP8 KV"] = [
                 partial(theirs, peers.flash_mla_fp8(mla, x, *pages[k]), gemm, x, w, groups) for x, w, k in cases
             ]
@@ -131,6 +156,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 row |= {"bytes": moved, "flops": attention_flops + gemm_flops}
                 if best is not None:
                     row["best peer / this"] = round(harness.ratio(timings[best], timing), 3)
+                if "peers, FP8 KV" in timings and variant == "fusion_pass, FP8 KV":
+                    row["FP8 peer / this"] = round(harness.ratio(timings["peers, FP8 KV"], timing), 3)
                 rows.append(row)
             print(*rows[-len(timings) :], sep="\n", flush=True)
             harness.free()

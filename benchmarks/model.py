@@ -101,8 +101,8 @@ def _decode(model: torch.nn.Module) -> list[dict]:
                 known = len(fusion_pass.reports())
                 caches = iter([copy.deepcopy(filled) for _ in range(8)])
 
-                def step(call=call, caches=caches) -> torch.Tensor:
-                    return call(ids[:, :1], past_key_values=next(caches), use_cache=True).logits
+                def step(call=call, caches=caches, token=ids[:, :1]) -> torch.Tensor:
+                    return call(token, past_key_values=next(caches), use_cache=True).logits
 
                 logits, ms, peak = _timed(step, 5)
                 reference = logits if reference is None else reference

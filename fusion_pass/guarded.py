@@ -36,21 +36,28 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
 
     start = time.perf_counter()
     nodes = len(gm.graph.nodes)
-    before = snapshot(gm)
+    before: list[fx.Graph] = []
+
+    def keep() -> None:
+        # Most graphs are never changed, and a copy costs more than looking for anchors.
+        if not before:
+            before.append(snapshot(gm))
+
     try:
-        report = run_on_graph(gm, config)
+        report = run_on_graph(gm, config, before_change=keep)
         if report.fused:
             gm.graph.lint()
             gm.recompile()
     except Exception as error:
-        restore(gm, before)
+        if before:
+            restore(gm, before[0])
         if config.strict:
             raise
         report = Report(notes=[f"the pass failed and the graph was left as it came: {first_line(error)}"])
         _warn_failure(error)
     report.nodes = report.nodes or nodes
     report.seconds = time.perf_counter() - start
-    _tell(gm, before, report, level)
+    _tell(gm, before[0] if before else None, report, level)
     return report
 
 
@@ -101,7 +108,7 @@ def _warn_failure(error: Exception) -> None:
     )
 
 
-def _tell(gm: fx.GraphModule, before: fx.Graph, report: Report, level: str) -> None:
+def _tell(gm: fx.GraphModule, before: fx.Graph | None, report: Report, level: str) -> None:
     log.info("%s graph: %s", level, report.summary())
     if report:
         log.debug("%s", report)
@@ -111,7 +118,7 @@ def _tell(gm: fx.GraphModule, before: fx.Graph, report: Report, level: str) -> N
     counts["gated"] += len(report.gated)
     counts["near_misses"] += len(report.near_misses)
     compat.trace_artifact("fusion_pass_report", "json", report.to_json)
-    if report.fused:
+    if report.fused and before is not None:
         compat.trace_artifact("fusion_pass_before", "string", lambda: _readable(fx.GraphModule(gm, before)))
         compat.trace_artifact("fusion_pass_after", "string", lambda: _readable(gm))
 

@@ -11,22 +11,26 @@ import torch.fx as fx
 WRITTEN_OUT = "fusion_pass_written_out"
 
 
+def is_metadata_check(node: fx.Node) -> bool:
+    """torch.export's check that a value computed in the graph has the dtype it was traced with: it needs the value only
+    as long as somebody else does."""
+    return (node.op == "call_function" and node.target is torch.ops.aten._assert_tensor_metadata.default
+            and not node.users and node.args[0].op == "call_function")
+
+
+def drop_needless_checks(graph: fx.Graph) -> None:
+    """Erase the metadata checks of values that nobody else reads, so that the values can go."""
+    live = live_nodes(graph, ())
+    for node in list(graph.nodes):
+        if is_metadata_check(node) and node.args[0] not in live:
+            graph.erase_node(node)
+
+
 def is_impure(node: fx.Node) -> bool:
     """Must stay whether or not its value is used."""
-    return node.op in ("output", "placeholder") or (node.is_impure() and not is_assertion(node))
-
-
-def is_assertion(node: fx.Node) -> bool:
-    """A statement of export about a tensor's dtype and layout: it holds at compile time, and needs no value."""
-    return node.target is torch.ops.aten._assert_tensor_metadata.default
-
-
-def drop_assertions(graph: fx.Graph) -> None:
-    """Take such statements away where nothing else reads the tensor: they would keep its computation alive."""
-    live = live_nodes(graph, ())
-    for node in reversed(list(graph.nodes)):
-        if is_assertion(node) and node not in live and not any(n in live for n in node.all_input_nodes):
-            graph.erase_node(node)
+    if is_metadata_check(node):
+        return False
+    return node.op in ("output", "placeholder") or node.is_impure()
 
 
 def live_nodes(graph: fx.Graph, cut: Iterable[fx.Node], needed: Iterable[fx.Node] = ()) -> set[fx.Node]:

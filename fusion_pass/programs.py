@@ -15,9 +15,10 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
     """Rewrite a traced graph in place and return the :class:`Report`.
 
     program: an ``fx.GraphModule`` of ATen ops (``make_fx``, AOTAutograd, ``torch.export``'s ``.module()``) or a
-    ``torch.export.ExportedProgram``, whose signature is kept consistent. The graph must carry ``meta["val"]``, as all
-    of these do. On failure the graph is as it came; ``config.strict`` raises instead. Raises TypeError for anything
-    else.
+    ``torch.export.ExportedProgram``, whose signature is kept consistent; a program that torch.export has just made is
+    brought into functional ATen form (``run_decompositions()``) when something is fused in it. The graph must carry
+    ``meta["val"]``, as all of these do. On failure the graph is as it came; ``config.strict`` raises instead.
+    Raises TypeError for anything else.
     """
     config = config or Config()
     if isinstance(program, fx.GraphModule):
@@ -28,9 +29,21 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
             f"rewrite: expected an fx.GraphModule or an ExportedProgram, got {type(program).__name__}; "
             "for a module or function use torch.compile(..., backend='fusion_pass') or fusion_pass.explain"
         )
-    before = _output_names(graph_module)
-    report = guarded.run(graph_module, config, level="rewrite")
-    for old, new in zip(before, _output_names(graph_module), strict=True):
+    if getattr(program, "dialect", "") != "TRAINING":
+        return _rewrite_program(program, config)
+    # What torch.export hands out first writes in place and keeps composite operators. The pass reads functional ATen;
+    # the program becomes its decomposed form only when something was fused.
+    functional = program.run_decompositions()
+    report = _rewrite_program(functional, config)
+    if report.fused:
+        vars(program).update(vars(functional))
+    return report
+
+
+def _rewrite_program(program: Any, config: Config) -> Report:
+    before = _output_names(program.graph_module)
+    report = guarded.run(program.graph_module, config, level="rewrite")
+    for old, new in zip(before, _output_names(program.graph_module), strict=True):
         if old is not None and new is not None and old != new:
             program.graph_signature.replace_all_uses(old, new)
     return report

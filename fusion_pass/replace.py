@@ -18,11 +18,12 @@ import torch.fx as fx
 from .elements.layouts import Axis, Builder
 from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
-from .legality import WRITTEN_OUT, is_assertion, live_nodes, mutated_input
+from .legality import WRITTEN_OUT, is_metadata_check, live_nodes, mutated_input
 from .recognise.attention_emit import AttentionOperands, MergeOperands, batch_axes
 from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
 from .recognise.rotation import Table
+from .replace_product import replace_product
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -87,7 +88,7 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
             continue
         seen.add(node)
         for user in node.users:
-            if user in anchors or user.meta.get(WRITTEN_OUT) or is_assertion(user):
+            if user in anchors or user.meta.get(WRITTEN_OUT) or is_metadata_check(user):
                 continue
             if user.op == "output":
                 return user
@@ -321,9 +322,8 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes,
         codes = writer.builder.call(operator.getitem, replaced.node, 0)
         scales = writer.builder.call(operator.getitem, replaced.node, 1)
         if chain.weight is not None:
-            news = {chain.anchors[0].node: _fp8_bgemm(writer, codes, scales)}
-            if news[chain.anchors[0].node] is not None:
-                replaced = Replaced(replaced.op + " + fusion_pass.fp8_bgemm", replaced.node)
+            news = replace_product(chain, writer.builder, codes, scales) or {rotation.node: None}
+            replaced = Replaced(replaced.op + " + fusion_pass.fp8_bgemm", replaced.node)
         elif quantisation.scales is None:
             news = {rotation.node: writer.arranged(writer.dequantised(codes, scales), channels, rotation.node)}
         else:
@@ -337,28 +337,6 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes,
         old.replace_all_uses_with(going_on, delete_user_cb=lambda user, keep=going_on: user is not keep)
         new.meta.setdefault("original_aten", old.meta.get("original_aten"))
     return replaced
-
-
-def _fp8_bgemm(writer: ChainWriter, codes: fx.Node, scales: fx.Node) -> fx.Node | None:
-    """The whole projection as one op, viewed as the source's contraction output."""
-    chain = writer.chain
-    anchor, weight = chain.anchors[0], chain.weight
-    builder = Builder(writer.builder.graph, writer.builder.sizes, anchor.node)
-    w = builder.take(weight.codes.node, weight.codes.offset, weight.codes.axes)
-    s = builder.take(weight.scales.node, weight.scales.offset, weight.scales.axes)
-    if w is None or s is None:
-        return None
-    s = builder.view(s, [a.size for a in weight.scales.axes])
-    value = anchor.node.meta["val"]
-    out = builder.call(torch.ops.fusion_pass.fp8_bgemm.default, codes, scales, w, s, chain.quantisation.block,
-                       weight.block, value.dtype)
-    tokens_first = anchor.contraction.lhs is anchor.node.args[0]
-    out = builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
-    turned = (aten.permute.default, aten.transpose.int)
-    if all(user.target in turned for user in anchor.node.users):
-        return out
-    # A view of the source may need its contraction's own layout.
-    return builder.call(aten.clone.default, out, memory_format=torch.contiguous_format)
 
 
 def _source_scales(writer: ChainWriter, scales: fx.Node) -> fx.Node | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from .elements.fakes import unify_fake_modes
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
-from .legality import drop_assertions, mutates
+from .legality import drop_needless_checks, mutates
 from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
@@ -29,16 +29,21 @@ from .report import FusedChain, GatedChain, NearMiss, Report
 log = logging.getLogger(__name__)
 
 
-def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
-    """Rewrite ``gm`` in place and report. ``config`` is resolved (see :meth:`Config.resolve`).
+def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[], None] | None = None) -> Report:
+    """Rewrite ``gm`` in place and report. ``config`` is resolved (see :meth:`Config.resolve`). ``before_change`` is
+    called before anything is changed (to keep a copy); it is not called for a graph without chains.
 
     The graph is in functional ATen form (AOT, post-grad, export or make_fx). Nothing is changed when nothing is found.
     """
     started = time.perf_counter()
     plan = Plan()
-    before = snapshot(gm) if DeclaredOps.present(gm.graph) else None
+    before = None
+    if DeclaredOps.present(gm.graph):
+        before = snapshot(gm)
+        if before_change is not None:
+            before_change()
     while True:
-        report, settled = _run(gm, config, plan)
+        report, settled = _run(gm, config, plan, before_change)
         if settled:
             break
         restore(gm, before)         # with another plan for the declared ops
@@ -46,7 +51,8 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
     return report
 
 
-def _run(gm: fx.GraphModule, config: Config, plan: Plan) -> tuple[Report, bool]:
+def _run(gm: fx.GraphModule, config: Config, plan: Plan,
+         before_change: Callable[[], None] | None) -> tuple[Report, bool]:
     report = Report(nodes=len(gm.graph.nodes))
     # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
     with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
@@ -59,6 +65,8 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan) -> tuple[Report, bool]:
         report.visits = findings.visits + sum(context.counters.values())
         changed = False
         if findings.chains:
+            if before_change is not None:
+                before_change()
             mutation = mutates(gm.graph)
             for chain in findings.chains:
                 if mutation is not None:
@@ -74,7 +82,7 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan) -> tuple[Report, bool]:
         settled = declared.settle(changed, plan)
         report.notes += declared.notes()
         if changed:
-            drop_assertions(gm.graph)
+            drop_needless_checks(gm.graph)
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()

@@ -164,7 +164,12 @@ def choose_kv_split(
             return _from_entry(kv_split, found[2][kv_split], reason, rows, table)
         return default_layout(kv_split, head_dim=head_dim, element_size=element_size, reason=reason)
     if found is None:
-        what = f"head_dim {head_dim}" if table is not None else f"{sm_count} SMs"
+        if table is None:
+            what = f"{sm_count} SMs"
+        elif head_dim != table.HEAD_DIM:
+            what = f"head_dim {head_dim}"
+        else:
+            what = f"{element_size}-byte partials"
         return default_layout(
             1, head_dim=head_dim, element_size=element_size, reason=f"serial loop: nothing was measured for {what}"
         )

@@ -301,6 +301,7 @@ RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = 
     aten.max.default: _total(lambda r: r.amax(1)), aten.min.default: _total(lambda r: r.amin(1)),
     aten.logsumexp.default: _reduction(_logsumexp), aten.prod.dim_int: _reduction(lambda r: r.prod(1)),
     aten.any.dim: _reduction(lambda r: (r != 0).any(1)), aten.all.dim: _reduction(lambda r: (r != 0).all(1)),
+    aten.any.dims: _reduction(lambda r: (r != 0).any(1)), aten.all.dims: _reduction(lambda r: (r != 0).all(1)),
     aten.any.default: _total(lambda r: (r != 0).any(1)), aten.all.default: _total(lambda r: (r != 0).all(1)),
     aten._softmax.default: _softmax, aten.softmax.int: _softmax, aten._safe_softmax.default: _softmax,
     aten._log_softmax.default: _softmax, aten.log_softmax.int: _softmax, aten.cumsum.default: _cumsum,

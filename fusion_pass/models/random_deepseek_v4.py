@@ -50,8 +50,9 @@ def random_deepseek_v4(
 ) -> nn.Module:
     """A ``DeepseekV4ForCausalLM`` in eval mode.
 
-    size: a key of :data:`SIZES`. experts: transformers' experts implementation; ``"batched_mm"`` and ``"grouped_mm"``
-    trace into one graph, ``"eager"`` breaks it. overrides: fields of ``DeepseekV4Config``.
+    size: a key of :data:`SIZES`. device: ``"meta"`` gives the shapes without weights. experts: transformers' experts
+    implementation; ``"batched_mm"`` and ``"grouped_mm"`` trace into one graph, ``"eager"`` breaks it.
+    overrides: fields of ``DeepseekV4Config``.
 
     Weights are scaled by 1/sqrt(fan in), so that every block changes the residual stream visibly and an error in one
     layer shows in the logits; layers route by token id, as the first three of the real model do, so that rounding
@@ -71,6 +72,8 @@ def random_deepseek_v4(
     )
     with torch.device(device):
         model: nn.Module = new_model(config).eval()
+    if torch.device(device).type == "meta":
+        return _cast(model, dtype)          # shapes only
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -17,7 +17,7 @@ import torch.fx as fx
 
 from ..elements.moves import is_float_cast
 from ..elements.numeric import Unevaluated
-from ..elements.sizes import Unsized
+from ..elements.sizes import Sizes, Unsized
 from .attention_bindings import Binder, Binding
 from .attention_match import AttentionMatch, KeyPiece, Mask, Operand, OutputAxes
 from .attention_proof import depends_on
@@ -32,9 +32,12 @@ from .region import dependents, unknown_inputs
 MAX_SINK_CANDIDATES = 4
 
 
-def recognise_attention(output: fx.Node, axes: OutputAxes, context: Context) -> AttentionMatch | Refused:
-    """The attention whose result (before the inverse rotation) lives in ``output`` at ``axes``, or why it is none."""
-    sizes = context.sizes[0]
+def recognise_attention(output: fx.Node, axes: OutputAxes, context: Context,
+                        sizes: Sizes | None = None) -> AttentionMatch | Refused:
+    """The attention whose result (before the inverse rotation) lives in ``output`` at ``axes``, or why it is none.
+
+    ``sizes`` is the assignment of the size symbols that ``axes`` are given for (default: the context's first)."""
+    sizes = sizes or context.sizes[0]
     try:
         explorer = Explorer(output, axes, sizes, context)
         result = _recognise(explorer, context)
@@ -57,7 +60,7 @@ def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused
     if opaque:
         node = opaque[0].node
         return Refused("fmha", f"the output also depends on {depends_on(node)}", node)
-    for node in (output, *(s.scores.node for s in segments)):
+    for node in (output, *(s.scores.lhs for s in segments)):
         if explorer.sizes.dtype(node) == torch.float64:
             return Refused("fmha", "computed in float64: the fused kernels accumulate in fp32", node)
     region = dependents(output, {s.scores.node for s in segments}, set(), context)

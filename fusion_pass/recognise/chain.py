@@ -14,6 +14,7 @@ from ..elements.numeric import Unevaluated
 from ..elements.sizes import Sizes, Unsized
 from .anchors import Anchor, find_anchors, way_back
 from .attention_match import AttentionMatch, OutputAxes
+from .attention_sizes import agreed
 from .chain_types import Chain, Findings
 from .context import Context
 from .projection import recognise_fp8_weight, recognise_grouping
@@ -210,7 +211,7 @@ class ChainFinder:
     def _recognise_attention(self, source: fx.Node, axes: OutputAxes) -> AttentionMatch | Refused:
         from .attention import recognise_attention
         try:
-            return recognise_attention(source, axes, self.context)
+            return recognise_attention(source, axes, self.context, self.sizes)
         except (Unsized, Unevaluated) as error:
             return Refused("fmha", str(error), source)
 
@@ -240,10 +241,17 @@ def find_chains(context: Context) -> Findings:
             break
         again = ChainFinder(context, sizes).find()
         findings.visits += again.visits
-        others = {chain.anchors[0].node: chain.signature() for chain in again.chains}
+        others = {chain.anchors[0].node: chain for chain in again.chains}
         kept = []
         for chain in findings.chains:
-            if others.get(chain.anchors[0].node) == chain.signature():
+            other = others.get(chain.anchors[0].node)
+            if other is not None and other.signature() == chain.signature():
+                if chain.attention is not None and other.attention is not None:
+                    both = agreed(chain.attention, other.attention, context.sizes[0], sizes)
+                    if isinstance(both, Refused):
+                        chain.attention, chain.attention_refused = None, both
+                    else:
+                        chain.attention = both
                 kept.append(chain)
             else:
                 findings.refused.append(Refused(

@@ -45,6 +45,11 @@ class Expansion:
     def __post_init__(self) -> None:
         self.inside = frozenset(self.nodes)
 
+    def read_outside(self, node: fx.Node, live: set[fx.Node]) -> bool:
+        """Does anything but this written-out form need ``node``? (To be compared with is no need: see validation.)"""
+        return any(u in live and u not in self.inside and not (u.target is AGREE and u.args[1] is not node)
+                   for u in node.users)
+
 
 @dataclass
 class Plan:
@@ -118,8 +123,7 @@ class DeclaredOps:
         live: set[fx.Node] = set()
         _mark_all(self.graph, live)
         for expansion in reversed(self.expansions):
-            read = [new for _, new in expansion.outputs if any(u in live and u not in expansion.inside
-                                                               for u in new.users)]
+            read = [new for _, new in expansion.outputs if expansion.read_outside(new, live)]
             if changed and read and all(_ends_in_fused_op(new, expansion.inside) for new in read):
                 continue
             if changed and not read:
@@ -143,7 +147,7 @@ class DeclaredOps:
         again = False
         for expansion in self.expansions:
             suspects = expansion.nodes if expansion.undone else _equivalents(expansion)
-            if any(u in live and u not in expansion.inside for node in suspects for u in node.users):
+            if any(expansion.read_outside(node, live) for node in suspects):
                 plan.skipped[expansion.node.name] = "only a part of what it computes was recognised"
                 again = True
         if any(n not in live and _is_fused(n) for n in self.graph.nodes):

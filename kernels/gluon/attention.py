@@ -18,15 +18,9 @@ TESTED_TRITON = ((3, 6),)  # Gluon is experimental: only versions this kernel wa
 LIST_BYTES = 64 << 20  # of temporary key lists of a dense mask
 _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if LIST_BYTES allows
 
-# Launch parameters per epilogue, measured on H200 (python -m benchmarks attention --variants regenerates the table):
-# matrix products left in flight when the other warpgroup's turn is signalled, registers of the two worker
-# partitions (the default partition gets 504 - both).
-TUNING = {
-    "plain": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "rope": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "quant": {"OUTSTANDING": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-    "partial": {"OUTSTANDING": 3, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 56},
-}
+# Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
+# and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
+TUNING = {"OUTSTANDING": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 72}
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ def hopper_reason(device: torch.device) -> str | None:
 
 def unsupported_reason(
     q: Tensor,
-    kv: Tensor,
+    kv: Tensor | None,
     *,
     scale: float,
     extra_kv: Tensor | None = None,
@@ -80,7 +74,7 @@ def unsupported_reason(
 ) -> str | None:
     """Why the Hopper kernel cannot run these arguments, or None. Reads metadata only.
 
-    q: [.., H, 512]; kv, extra_kv: [.., N, 512]; half: columns of the rope tables (0 = no rotation).
+    q: [.., H, 512]; kv, extra_kv: [.., N, 512] or None; half: columns of the rope tables (0 = no rotation).
     """
     if reason := hopper_reason(q.device):
         return reason
@@ -114,6 +108,11 @@ def _rows_aligned(rows: Tensor) -> bool:
         return True
     flat = rows.dim() == 2 or rows.shape[0] == 1 or rows.stride(0) == rows.shape[1] * rows.stride(1)
     return flat and rows.stride(-1) == 1 and rows.stride(-2) % 8 == 0 and rows.data_ptr() % 16 == 0
+
+
+def _row_stride(rows: Tensor) -> int:
+    """Elements between rows; a pool of one row may carry any stride."""
+    return rows.stride(-2) if rows.shape[-2] > 1 else HEAD_DIM
 
 
 def _aligned_q(q: Tensor) -> Tensor:
@@ -208,8 +207,6 @@ def _launch(
         tokens,
         token0,
         splits,
-        kv.stride(-2) // 8,
-        0 if extra_kv is None else extra_kv.stride(-2) // 8,
         rows,
         0 if extra_kv is None else extra_kv.shape[0],
         0 if lists is None else lists.index.stride(0) // 2,
@@ -235,6 +232,8 @@ def _launch(
         HAS_BIAS=lists is not None and lists.bias is not None,
         HAS_SINK=sink is not None,
         BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
+        STRIDE0=_row_stride(kv),
+        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv),
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
@@ -242,7 +241,7 @@ def _launch(
         BATCHED=batches > 1,
         ROPE_SHARED=rope and epilogue.cos.shape[0] != total,
         num_warps=4,
-        **(TUNING[epilogue.kind] | (tuning or {})),
+        **(TUNING | (tuning or {})),
     )
 
 
@@ -259,17 +258,19 @@ def launch_gathered(
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     splits: int = 1,
+    token0: int = 0,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """Attention of q [T, H, 512] over rows of kv [N, 512] (and extra_kv [N2, 512]) given by index lists.
 
     indices [T, Kk] int32 or int64, negative or past the pool = invalid; lengths [T]: only the first lengths[t] columns
     count. One softmax over both pools. Writes `epilogue`; with kind "partial" its out has `splits` as leading size.
-    T must be positive.
+    T must be positive. With fewer than T lists these belong to the tokens from token0 on, and only those are done.
     """
+    tokens = indices.shape[0]
     # no column is read where there is none: any non-empty tensor of the right dtype stands in
     width = indices.shape[1] if kv.numel() else 0
-    indices = _even_rows(indices) if indices.numel() else q.new_empty(q.shape[0], 2, dtype=indices.dtype)
+    indices = _even_rows(indices) if indices.numel() else q.new_empty(tokens, 2, dtype=indices.dtype)
     lists = _Lists(indices, width, lengths)
     if extra_indices is not None and extra_kv is not None and extra_indices.numel():
         second = _even_rows(extra_indices)
@@ -284,7 +285,8 @@ def launch_gathered(
         epilogue,
         lists=lists,
         extra_kv=extra_kv,
-        tokens=q.shape[0],
+        token0=token0,
+        tokens=tokens,
         splits=splits,
         tuning=tuning,
     )

@@ -42,6 +42,7 @@ from .hopper import (
     Keys,
     exp2_approx,
     pin,
+    pin_int,
     rescale,
 )
 
@@ -71,9 +72,15 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
 
 
 @gluon.jit
-def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr):
+def load_term(sh, parity, TILE_OF_PAIR: gl.constexpr):
+    """Additive scores of a tile's keys, which the producer leaves in shared memory."""
+    mbarrier.wait(sh.terms_ready[TILE_OF_PAIR], parity)
+    return sh.terms[TILE_OF_PAIR].load(gl.SliceLayout(0, SCORES))
+
+
+@gluon.jit
+def left_pair(sh, j, parity, s, term, m, l, oa, ob, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr):
     """One pair of tiles for consumer_left: enters with its scores complete and unless LAST leaves with the next."""
-    list_row, first, count0, count1 = where
     z = j >> 30
     m0, p = softmax_step(s, term, m, scale)
     factor = exp2_approx(m - m0)
@@ -88,8 +95,6 @@ def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl
     ta = warpgroup_mma(operand, sh.k[0].index(z), oa, is_async=True)
     ob = rescale(ob, factor)
     tb = warpgroup_mma(operand, sh.k[1].index(z), ob, is_async=True)
-    if not LAST:
-        index, bias = keys.load_terms(2 * j + 2, list_row, first, count0, count1)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[0])
     # the other tile
@@ -113,7 +118,7 @@ def left_pair(sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, LAST: gl
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 2)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 1)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 3)
-        term = keys.term(index, bias, 2 * j + 2, count0)
+        term = load_term(sh, parity ^ 1, 0)
         mbarrier.wait(sh.empty[3], parity)  # the other warpgroup has read this one's probabilities
         t = warpgroup_mma_wait(OUTSTANDING, deps=[t])
         mbarrier.arrive(sh.turn)
@@ -134,34 +139,28 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         block, split, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
-        where = (list_row, first, count0, count1)
         z = job >> 30
         parity = done & 1
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
         l = gl.zeros([TILE], gl.float32, ROWS)
         oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
         ob = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
-        index, bias = keys.load_terms(2 * low, list_row, first, count0, count1)
         mbarrier.wait(sh.q_full, turn & 1)
         t = gl.zeros([TILE, TILE], gl.float32, SCORES)
         t = scores_chunk(sh, t, z, parity, 0, 0)
         t = scores_chunk(sh, t, z, parity, 0, 2)
         t = scores_chunk(sh, t, z, parity, 0, 1)
         t = scores_chunk(sh, t, z, parity, 0, 3)
-        term = keys.term(index, bias, 2 * low, count0)
+        term = load_term(sh, parity, 0)
         mbarrier.arrive(sh.turn)
         s = warpgroup_mma_wait(0, deps=[t])
         for j in range(low, high - 1):
             parity = (done + j - low) & 1
-            s, term, m, l, oa, ob = left_pair(
-                sh, keys, j, parity, s, term, m, l, oa, ob, where, scale, False, OUTSTANDING
-            )
+            s, term, m, l, oa, ob = left_pair(sh, j, parity, s, term, m, l, oa, ob, scale, False, OUTSTANDING)
         # the last pair is peeled: it starts no further scores, and q is free
         mbarrier.arrive(sh.q_empty)
         parity = (done + high - 1 - low) & 1
-        s, term, m, l, oa, ob = left_pair(
-            sh, keys, high - 1, parity, s, term, m, l, oa, ob, where, scale, True, OUTSTANDING
-        )
+        s, term, m, l, oa, ob = left_pair(sh, high - 1, parity, s, term, m, l, oa, ob, scale, True, OUTSTANDING)
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
         mbarrier.wait(sh.sum_ready[1], turn & 1)
@@ -195,7 +194,6 @@ def consumer_right(sh, keys, jobs, output, scale):
         for j in range(low, high):
             z = j >> 30
             parity = (done + j - low) & 1
-            index, bias = keys.load_terms(2 * j + 1, list_row, first, count0, count1)
             mbarrier.wait(sh.q_full, turn & 1)
             mbarrier.wait(sh.turn, parity)
             t = gl.zeros([TILE, TILE], gl.float32, SCORES)
@@ -203,7 +201,7 @@ def consumer_right(sh, keys, jobs, output, scale):
             t = scores_chunk(sh, t, z, parity, 1, 2)
             t = scores_chunk(sh, t, z, parity, 1, 1)
             t = scores_chunk(sh, t, z, parity, 1, 3)
-            term = keys.term(index, bias, 2 * j + 1, count0)
+            term = load_term(sh, parity, 1)
             # the other warpgroup's tile, queued behind the own scores
             mbarrier.wait(sh.p_ready[0], parity)
             m0 = sh.stats[0].load(ROWS)
@@ -250,7 +248,7 @@ def consumer_right(sh, keys, jobs, output, scale):
 
 @gluon.jit
 def gather_chunk(sh, pointers, valid, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constexpr):
-    """Refill one chunk once it is free. Invalid keys get zeros: whatever a pool holds behind them cannot leak."""
+    """Refill one chunk once it is free. Invalid keys get zeros and read nothing, so that no pool's content can leak."""
     mbarrier.wait(sh.empty[TILE_OF_PAIR * 4 + CHUNK], parity)
     async_copy.async_copy_global_to_shared(
         sh.k[TILE_OF_PAIR * 4 + CHUNK].index(0), pointers + COLUMNS * CHUNK, mask=valid
@@ -294,11 +292,16 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
         for j in range(low, high):
             parity = (done & 1) ^ 1
             for half in gl.static_range(2):
-                valid = keys.valid(index, 2 * j + half, count0)
-                pointers = gl.expand_dims(keys.locate(index, valid, 2 * j + half, count0), 1) + column
+                tile = 2 * j + half
+                index = pin_int(index)
+                valid = keys.valid(index, tile, count0)
+                term = keys.term(valid, tile, lane, list_row, count0)
+                pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
                 mask = gl.expand_dims(valid, 1)
-                index = keys.load_tile(2 * j + half + 1, lane, list_row, first, count0, count1)
+                index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
                 gather_chunk(sh, pointers, mask, parity, half, 0)
+                sh.terms[half].store(term)  # the chunk was free, so the last pair's terms have been read
+                mbarrier.arrive(sh.terms_ready[half])
                 gather_chunk(sh, pointers, mask, parity, half, 2)
                 gather_chunk(sh, pointers, mask, parity, half, 1)
                 gather_chunk(sh, pointers, mask, parity, half, 3)
@@ -307,7 +310,7 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
 
 
 RUNTIME_INTEGERS = [
-    "jobs_count", "tokens", "token0", "splits", "stride0", "stride1", "rows0", "rows1", "index_stride0",
+    "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
     "index_stride1", "width0", "width1", "queries", "window", "causal", "q_batch_stride", "q_token_stride",
     "q_head_stride", "rope_period", "total", "padded", "scale", "floor",
 ]  # fmt: skip
@@ -316,18 +319,20 @@ RUNTIME_INTEGERS = [
 @gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
 def attention_kernel(
     q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
-    scale, floor, jobs_count, tokens, token0, splits, stride0, stride1, rows0, rows1, index_stride0, index_stride1,
+    scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
     width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
-    BATCHED_KV: gl.constexpr, EPILOGUE: gl.constexpr, BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr,
-    PACKED: gl.constexpr, BATCHED: gl.constexpr, ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
+    BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
     keys = Keys(
-        kv0, kv1, stride0, stride1, rows0, rows1, index0, index1, index_stride0, index_stride1, width0, width1,
+        kv0, kv1, rows0, rows1, index0, index1, index_stride0, index_stride1, width0, width1,
         length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
+        STRIDE0, STRIDE1,
     )  # fmt: skip
     jobs = Jobs(jobs_count, tokens, token0, splits, HEADS, EPILOGUE == EPILOGUE_PARTIAL)
     output = Output(

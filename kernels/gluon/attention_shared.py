@@ -16,8 +16,10 @@ class Shared:
     k: gl.tuple  # 8 x [1, 64, 128] bf16
     p: gl.tuple  # 2 x [2, 64, 64] bf16: probabilities; all of it stages the output
     stats: gl.tuple  # 4 x [64] fp32: maxima of left and right, denominators of left and right
+    terms: gl.tuple  # 2 x [64] fp32: additive scores of the pair's tiles, invalid keys included
     full: gl.tuple
     empty: gl.tuple
+    terms_ready: gl.tuple
     p_ready: gl.tuple
     sum_ready: gl.tuple
     q_full: gl.shared_memory_descriptor
@@ -25,13 +27,15 @@ class Shared:
     turn: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, p, stats, full, empty, p_ready, sum_ready, q_full, q_empty, turn):
+    def __init__(self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn):
         self.q = q
         self.k = k
         self.p = p
         self.stats = stats
+        self.terms = terms
         self.full = full
         self.empty = empty
+        self.terms_ready = terms_ready
         self.p_ready = p_ready
         self.sum_ready = sum_ready
         self.q_full = q_full
@@ -62,6 +66,8 @@ def allocate_shared():
     s1 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s2 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s3 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
+    t0 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
+    t1 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     threads: gl.constexpr = 128  # every producer thread signals its own copies
     full = (
         allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
@@ -71,9 +77,10 @@ def allocate_shared():
         allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1),
         allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1),
     )  # fmt: skip
+    terms_ready = (allocate_barrier(1), allocate_barrier(1))
     p_ready = (allocate_barrier(1), allocate_barrier(1))
     sum_ready = (allocate_barrier(1), allocate_barrier(1))
     return Shared(
-        (q0, q1, q2, q3), (k0, k1, k2, k3, k4, k5, k6, k7), (p0, p1), (s0, s1, s2, s3), full, empty, p_ready, sum_ready,
-        allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1),
+        (q0, q1, q2, q3), (k0, k1, k2, k3, k4, k5, k6, k7), (p0, p1), (s0, s1, s2, s3), (t0, t1), full, empty,
+        terms_ready, p_ready, sum_ready, allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1),
     )  # fmt: skip

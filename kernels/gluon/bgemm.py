@@ -12,7 +12,7 @@ from torch import Tensor
 from .attention import hopper_reason
 
 MIN_TOKENS = 192
-TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
+TUNING = {"STAGGER": True, "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
 
 
 def unsupported_reason(
@@ -58,6 +58,7 @@ def launch(
     out: Tensor,
     *,
     halves: int | None = None,
+    tuning: dict[str, int] | None = None,
 ) -> None:
     """out[t, g, r] = sum over k of (codes * scales)[g, t, k] * (weight * weight_scales)[g, r, k].
 
@@ -96,5 +97,5 @@ def launch(
         PACKED_X=packed,
         BYTES_W=byte_weights,
         num_warps=4,
-        **TUNING,
+        **(TUNING | (tuning or {})),
     )

@@ -101,10 +101,9 @@ class Scales:
 
 
 @gluon.jit
-def product(x, w, t, z):
-    """x[64, 128] @ w[128, 128]^T into the registers of t, whose value is dead: fresh registers would spill."""
-    t = warpgroup_mma(x.index(z), w.index(z).permute((1, 0)), t, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, deps=[t])
+def start(x, w, t, z):
+    """Start x[64, 128] @ w[128, 128]^T into the registers of t, whose value is dead: fresh registers would spill."""
+    return warpgroup_mma(x.index(z), w.index(z).permute((1, 0)), t, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -123,7 +122,7 @@ def write(acc, staging, out, first, group, row_tile, tiles):
 
 
 @gluon.jit
-def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.constexpr):
+def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.constexpr, STAGGER: gl.constexpr):
     """Warpgroup WHICH of two: 64 * HALVES tokens of every tile."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, ACCUMULATOR))
     rounds: gl.constexpr = tiles.K_BLOCKS // STAGES
@@ -133,7 +132,8 @@ def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.con
         first += WHICH * ROWS * tiles.HALVES
         acc0 = gl.zeros([ROWS, BLOCK], gl.float32, ACCUMULATOR)
         acc1 = gl.zeros([ROWS, BLOCK], gl.float32, ACCUMULATOR)
-        t = gl.zeros([ROWS, BLOCK], gl.float32, ACCUMULATOR)
+        ta = gl.zeros([ROWS, BLOCK], gl.float32, ACCUMULATOR)
+        tb = gl.zeros([ROWS, BLOCK], gl.float32, ACCUMULATOR)
         x0 = scales.load_x(tiles, group, tile * 0, first + rows)
         x1 = x0
         if tiles.HALVES == 2:
@@ -142,30 +142,53 @@ def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.con
         for k in range(rounds):
             z = done >> 30  # opaque zero, see scores_chunk in attention_kernel.py
             parity = done & 1
-            for s in gl.static_range(STAGES):
-                # scales of the next block are on their way while this one multiplies
-                following = gl.minimum(k * STAGES + s + 1, tiles.K_BLOCKS - 1)
-                next0 = scales.load_x(tiles, group, following, first + rows)
-                next1 = next0
-                if tiles.HALVES == 2:
+            if tiles.HALVES == 1:
+                # two results: the next block multiplies while this one is promoted
+                mbarrier.wait(full[0], parity)
+                ta = start(x[WHICH], w[0], ta, z)
+                for s in gl.static_range(STAGES):
+                    following = gl.minimum(k * STAGES + s + 1, tiles.K_BLOCKS - 1)
+                    next0 = scales.load_x(tiles, group, following, first + rows)
+                    next_w = scales.load_w(tiles, group, row_tile, following)
+                    if s + 1 < STAGES:
+                        mbarrier.wait(full[s + 1], parity)
+                        if s % 2 == 0:
+                            tb = start(x[(s + 1) * 2 + WHICH], w[s + 1], tb, z)
+                        else:
+                            ta = start(x[(s + 1) * 2 + WHICH], w[s + 1], ta, z)
+                    if s % 2 == 0:
+                        ta = warpgroup_mma_wait(1, deps=[ta])
+                        mbarrier.arrive(empty[s])
+                        acc0 = pin(acc0 + ta * gl.expand_dims(scales.product(x0, w0), 1))
+                    else:
+                        if s + 1 < STAGES:
+                            tb = warpgroup_mma_wait(1, deps=[tb])
+                        else:
+                            tb = warpgroup_mma_wait(0, deps=[tb])
+                        mbarrier.arrive(empty[s])
+                        acc0 = pin(acc0 + tb * gl.expand_dims(scales.product(x0, w0), 1))
+                    x0 = next0
+                    w0 = next_w
+            else:
+                for s in gl.static_range(STAGES):
+                    # scales of the next block are on their way while this one multiplies
+                    following = gl.minimum(k * STAGES + s + 1, tiles.K_BLOCKS - 1)
+                    next0 = scales.load_x(tiles, group, following, first + rows)
                     next1 = scales.load_x(tiles, group, following, first + ROWS + rows)
-                next_w = scales.load_w(tiles, group, row_tile, following)
-                mbarrier.wait(full[s], parity)
-                if WHICH == 1:
-                    mbarrier.wait(turn[s], parity)
-                t = product(x[s * 2 * tiles.HALVES + WHICH * tiles.HALVES], w[s], t, z)
-                if WHICH == 0:
-                    mbarrier.arrive(turn[s])
-                if tiles.HALVES == 1:
+                    next_w = scales.load_w(tiles, group, row_tile, following)
+                    mbarrier.wait(full[s], parity)
+                    if WHICH == 1 and STAGGER:
+                        mbarrier.wait(turn[s], parity)
+                    ta = warpgroup_mma_wait(0, deps=[start(x[s * 4 + WHICH * 2], w[s], ta, z)])
+                    if WHICH == 0 and STAGGER:
+                        mbarrier.arrive(turn[s])
+                    acc0 = pin(acc0 + ta * gl.expand_dims(scales.product(x0, w0), 1))
+                    ta = warpgroup_mma_wait(0, deps=[start(x[s * 4 + WHICH * 2 + 1], w[s], ta, z)])
                     mbarrier.arrive(empty[s])
-                acc0 = pin(acc0 + t * gl.expand_dims(scales.product(x0, w0), 1))
-                if tiles.HALVES == 2:
-                    t = product(x[s * 2 * tiles.HALVES + WHICH * tiles.HALVES + 1], w[s], t, z)
-                    mbarrier.arrive(empty[s])
-                    acc1 = pin(acc1 + t * gl.expand_dims(scales.product(x1, w0), 1))
-                x0 = next0
-                x1 = next1
-                w0 = next_w
+                    acc1 = pin(acc1 + ta * gl.expand_dims(scales.product(x1, w0), 1))
+                    x0 = next0
+                    x1 = next1
+                    w0 = next_w
             done += 1
         write(acc0, staging, out, first, group, row_tile, tiles)
         if tiles.HALVES == 2:
@@ -205,7 +228,7 @@ def bgemm_kernel(
     x_rows, w_rows, x_scales, w_scales, out, tiles_count, tokens, blocks_m, padded,
     ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, HALVES: gl.constexpr,
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    STAGGER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K]; see `launch_bgemm` for the rest."""
     L: gl.constexpr = x_rows.layout
@@ -230,8 +253,8 @@ def bgemm_kernel(
     empty = (allocate_barrier(2), allocate_barrier(2), allocate_barrier(2), allocate_barrier(2))
     gl.warp_specialize(
         [
-            (consumer, (x, w, staging0, full, empty, turn, tiles, scales, out, 0)),
-            (consumer, (x, w, staging1, full, empty, turn, tiles, scales, out, 1)),
+            (consumer, (x, w, staging0, full, empty, turn, tiles, scales, out, 0, STAGGER)),
+            (consumer, (x, w, staging1, full, empty, turn, tiles, scales, out, 1, STAGGER)),
             (producer, (x_rows, w_rows, x, w, full, empty, tiles)),
         ],
         [4, 4],

@@ -56,6 +56,12 @@ def pin(x):
     return gl.inline_asm_elementwise("// pin $0", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def pin_int(x):
+    """`pin` for integers: what is computed from the result stays after what stands before it in the program."""
+    return gl.inline_asm_elementwise("// pin $0", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
 def _rescale_asm() -> tuple[str, str]:
     """PTX that multiplies 64 registers by their row's factor unless all factors of the warp are 1, and its constraints.
 
@@ -90,12 +96,10 @@ def per_row(x):
 
 @aggregate
 class Keys:
-    """Where the keys are. Strides of rows are in units that keep 16-byte loads provable: see the launcher."""
+    """Where the keys are."""
 
     kv0: gl.tensor
     kv1: gl.tensor
-    stride0: gl.tensor  # elements / 8
-    stride1: gl.tensor
     rows0: gl.tensor  # rows of the pool; a larger index counts as invalid
     rows1: gl.tensor
     index0: gl.tensor
@@ -116,16 +120,17 @@ class Keys:
     HAS_LENGTH1: gl.constexpr
     HAS_BIAS: gl.constexpr
     BATCHED_KV: gl.constexpr
+    STRIDE0: gl.constexpr  # elements from one row to the next
+    STRIDE1: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, kv0, kv1, stride0, stride1, rows0, rows1, index0, index1, index_stride0, index_stride1, width0, width1,
+        self, kv0, kv1, rows0, rows1, index0, index1, index_stride0, index_stride1, width0, width1,
         length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
+        STRIDE0, STRIDE1,
     ):  # fmt: skip
         self.kv0 = kv0
         self.kv1 = kv1
-        self.stride0 = stride0
-        self.stride1 = stride1
         self.rows0 = rows0
         self.rows1 = rows1
         self.index0 = index0
@@ -146,6 +151,8 @@ class Keys:
         self.HAS_LENGTH1 = gl.constexpr(HAS_LENGTH1)
         self.HAS_BIAS = gl.constexpr(HAS_BIAS)
         self.BATCHED_KV = gl.constexpr(BATCHED_KV)
+        self.STRIDE0 = gl.constexpr(STRIDE0)
+        self.STRIDE1 = gl.constexpr(STRIDE1)
 
     @gluon.jit
     def counts(self, token, list_row):
@@ -171,7 +178,7 @@ class Keys:
 
     @gluon.jit
     def load_tile(self, tile, lane, list_row, first, count0, count1):
-        """Indices of one tile's keys per lane, as they are in the list: :meth:`locate` and :meth:`valid` read them.
+        """Indices of one tile's keys per lane, as they are in the list: :meth:`valid` and :meth:`locate` read them.
 
         `lane`: 0..63 in any layout. Tiles of the second pool follow those of the first. The split in two matters: the
         caller starts this load early, and nothing but waiting for it may stand between it and other work.
@@ -201,48 +208,36 @@ class Keys:
             rows = gl.where(tile >= gl.cdiv(count0, TILE), self.rows1, self.rows0)
         if self.FORM == KEYS_RANGE:
             valid = index >= 0
+        elif index.dtype == gl.int32:
+            valid = index.to(gl.uint32) < rows.to(gl.uint32)  # negative indices are large ones here
         else:
             valid = (index >= 0) & (index < rows)
         return valid
 
     @gluon.jit
-    def locate(self, index, valid, tile, count0):
-        """Pointers to the rows of a tile's keys; those of invalid keys point to row 0."""
-        base = self.kv0
-        stride = self.stride0
+    def locate(self, index, tile, count0):
+        """Pointers to the rows of a tile's keys. Those of invalid keys are meaningless and must not be read."""
+        row = index.to(gl.uint32).to(gl.int64)
+        pointers = self.kv0 + row * self.STRIDE0
         if self.POOLS == 2:
             second = tile >= gl.cdiv(count0, TILE)
-            base = gl.where(second, self.kv1, self.kv0)
-            stride = gl.where(second, self.stride1, self.stride0)
-        return base + gl.where(valid, index, 0).to(gl.int64) * stride * 8
+            if self.STRIDE0 == self.STRIDE1:
+                pointers = gl.where(second, self.kv1, self.kv0) + row * self.STRIDE0
+            else:
+                pointers = gl.where(second, self.kv1, self.kv0) + row * gl.where(second, self.STRIDE1, self.STRIDE0)
+        return pointers
 
     @gluon.jit
-    def load_bias(self, tile, list_row, count0):
-        """Additive scores of a tile's keys, as they are in the list."""
-        lane = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-        column = tile * TILE + lane
-        pointer = self.bias + list_row.to(gl.int64) * self.index_stride0 * 2 + column
-        return gl.load(pointer, mask=column < count0, other=0.0)
-
-    @gluon.jit
-    def term(self, index, bias, tile, count0):
+    def term(self, valid, tile, lane, list_row, count0):
         """Additive score per key of a tile, in log2 units; MASKED_SCORE where the key is invalid."""
-        valid = self.valid(index, tile, count0)
         if self.HAS_BIAS:
-            term = gl.where(valid, gl.maximum(bias.to(gl.float32) * LOG2E, MASKED_SCORE), MASKED_SCORE)
+            column = tile * TILE + lane
+            pointer = self.bias + list_row.to(gl.int64) * self.index_stride0 * 2 + column
+            bias = gl.load(pointer, mask=column < count0, other=0.0).to(gl.float32) * LOG2E
+            term = gl.where(valid, gl.maximum(bias, MASKED_SCORE), MASKED_SCORE)
         else:
             term = gl.where(valid, 0.0, MASKED_SCORE)
         return term
-
-    @gluon.jit
-    def load_terms(self, tile, list_row, first, count0, count1):
-        """Start loading what the softmax needs per key of a tile: its index, and its additive score if there is one."""
-        lane = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-        index = self.load_tile(tile, lane, list_row, first, count0, count1)
-        bias = index
-        if self.HAS_BIAS:
-            bias = self.load_bias(tile, list_row, count0)
-        return index, bias
 
 
 @aggregate

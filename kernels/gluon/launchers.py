@@ -143,6 +143,50 @@ def _launch_partials(outs, q, kv, indices, scale, num_splits, lengths, extra_kv,
     )
 
 
+# Attention over FP8 pages: the attended rows are decoded to bf16, a chunk of tokens at a time.
+def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
+    lengths, extra_pages, extra_indices, extra_lengths, extra_page_size = pools
+    keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
+
+    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+        from ..triton.paged import decoded_chunks
+
+        chunks = decoded_chunks(
+            q, pages, page_size, indices, lengths, extra_pages, extra_indices, extra_lengths, extra_page_size
+        )
+        for token0, _, rows, lists in chunks:
+            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0)
+
+    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
+
+
+def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):
+    return attention.unsupported_reason(q, None, scale=scale)
+
+
+def _launch_paged(outs, q, pages, indices, sink, scale, page_size, *pools):
+    _paged(Epilogue("plain", outs[0]), q, pages, indices, sink, scale, page_size, *pools)
+
+
+def _refuses_paged_rope(q, pages, indices, sink, cos, sin, scale, groups, page_size, *pools):
+    return attention.unsupported_reason(q, None, scale=scale, half=cos.shape[-1])
+
+
+def _launch_paged_rope(outs, q, pages, indices, sink, cos, sin, scale, groups, page_size, *pools):
+    _paged(_rope(outs, cos, sin, groups), q, pages, indices, sink, scale, page_size, *pools)
+
+
+def _refuses_paged_quant(q, pages, indices, sink, cos, sin, scale, groups, page_size, block, *rest):
+    return attention.unsupported_reason(q, None, scale=scale, block=block, half=cos.shape[-1])
+
+
+def _launch_paged_quant(
+    outs, q, pages, indices, sink, cos, sin, scale, groups, page_size, block, scale_rule, floor, pack_scales, *pools
+):
+    epilogue = _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales)
+    _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools)
+
+
 # Dense attention: q [B, S, H, D], kv [B or 1, N, D].
 def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
     batch, queries, heads, _ = q.shape
@@ -192,6 +236,9 @@ _register("attention_gathered", _refuses_gathered, _launch_gathered)
 _register("attention_gathered_rope", _refuses_gathered_rope, _launch_gathered_rope)
 _register("attention_gathered_rope_quant", _refuses_gathered_quant, _launch_gathered_quant)
 _register("attention_partials", _refuses_partials, _launch_partials)
+_register("attention_paged_fp8", _refuses_paged, _launch_paged)
+_register("attention_paged_fp8_rope", _refuses_paged_rope, _launch_paged_rope)
+_register("attention_paged_fp8_rope_quant", _refuses_paged_quant, _launch_paged_quant)
 
 
 # Grouped FP8 product for many tokens.

@@ -6,7 +6,7 @@ strides, and the pure-torch reference as its implementation wherever no kernel a
 kernel a call would run, and why.
 """
 
-from . import attention, bgemm, contract_ops, gathered, merge, rope
+from . import attention, bgemm, contract_ops, gathered, merge, paged, rope
 from .dispatch import Launcher, explain, register_launcher
 from .registry import SPECS
 
@@ -19,6 +19,7 @@ __all__ = [
     "explain",
     "gathered",
     "merge",
+    "paged",
     "register_launcher",
     "rope",
 ]

@@ -14,6 +14,12 @@ from .gathered import (
     attention_partials,
 )
 from .merge import merge_partials, merge_partials_rope, merge_partials_rope_quant
+from .paged import (
+    attention_paged_fp8,
+    attention_paged_fp8_rope,
+    attention_paged_fp8_rope_quant,
+    decode_pages,
+)
 from .quant import dequantise, expand_scales, quantise, scale_columns
 from .rope import group_heads, inverse_rope, inverse_rope_quant, rotate_inverse
 
@@ -22,9 +28,13 @@ __all__ = [
     "attention_gathered",
     "attention_gathered_rope",
     "attention_gathered_rope_quant",
+    "attention_paged_fp8",
+    "attention_paged_fp8_rope",
+    "attention_paged_fp8_rope_quant",
     "attention_partials",
     "attention_rope",
     "attention_rope_quant",
+    "decode_pages",
     "dequantise",
     "expand_scales",
     "fp8_bgemm",

@@ -280,6 +280,29 @@ def attend(
     merge(outs, partials, lse, sink, rope, batch)
 
 
+def attend_chunk(
+    outs: tuple[Tensor, ...],
+    q: Tensor,
+    keys: Keys,
+    sink: Tensor | None,
+    scale: float,
+    rope: Rope | None,
+    first_token: int,
+    tokens: int,
+) -> None:
+    """Like :func:`attend` for tokens first_token .. first_token + tokens - 1 of q [1, T, H, D], whose lists ``keys``
+    holds. Splits the keys only when the chunk is all of q."""
+    if tokens == q.shape[1]:
+        attend(outs, q, keys, None, sink, scale, rope)
+        return
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    quantised = rope is not None and rope.quant != 0
+    out = outs[0].view(torch.uint8) if quantised else outs[0]
+    scales = scale_pointer(outs[1], rope.quant) if quantised else None
+    launch(out, scales, q, keys, sink, scale, rope, choose(q, keys)[0], None, first_token, tokens)
+
+
 def partial_results(
     partials: Tensor,
     lse: Tensor,

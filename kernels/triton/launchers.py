@@ -88,6 +88,50 @@ def _launch_gathered_quant(
     attention.attend(outs, q.unsqueeze(0), _pools(kv, indices, *pools), None, sink, scale, rope)
 
 
+# Attention over FP8 pages: the attended rows are decoded first, then gathered.
+def _paged(q, pages, page_size, indices, pools, attend) -> None:
+    """Call ``attend(keys, token slice)`` for chunks of tokens whose rows have been decoded."""
+    from .paged import decoded_chunks
+
+    lengths, extra_pages, extra_indices, extra_lengths, extra_page_size = pools
+    chunks = decoded_chunks(
+        q, pages, page_size, indices, lengths, extra_pages, extra_indices, extra_lengths, extra_page_size
+    )
+    for token0, tokens, rows, lists in chunks:
+        attend(Keys(rows.unsqueeze(0), lists), token0, tokens)
+
+
+def _launch_paged(outs, q, pages, indices, sink, scale, page_size, *pools):
+    def attend(keys, token0, tokens):
+        attention.attend_chunk(outs, q.unsqueeze(0), keys, sink, scale, None, token0, tokens)
+
+    _paged(q, pages, page_size, indices, pools, attend)
+
+
+def _launch_paged_rope(outs, q, pages, indices, sink, cos, sin, scale, groups, page_size, *pools):
+    rope = Rope(cos.unsqueeze(0), sin.unsqueeze(0), groups)
+
+    def attend(keys, token0, tokens):
+        attention.attend_chunk(outs, q.unsqueeze(0), keys, sink, scale, rope, token0, tokens)
+
+    _paged(q, pages, page_size, indices, pools, attend)
+
+
+def _launch_paged_quant(
+    outs, q, pages, indices, sink, cos, sin, scale, groups, page_size, block, scale_rule, floor, pack_scales, *pools
+):
+    rope = rope_quant(cos.unsqueeze(0), sin.unsqueeze(0), groups, block, scale_rule, floor, pack_scales)
+
+    def attend(keys, token0, tokens):
+        attention.attend_chunk(outs, q.unsqueeze(0), keys, sink, scale, rope, token0, tokens)
+
+    _paged(q, pages, page_size, indices, pools, attend)
+
+
+def _refuses_paged_quant(q, pages, indices, sink, cos, sin, scale, groups, page_size, block, *rest):
+    return attention.refuses(q, sink, cos, sin, quant_block=block)
+
+
 def _refuses_partials(q, *rest):
     return attention.refuses(q)
 
@@ -103,6 +147,9 @@ _register("attention_gathered", _refuses_gathered, _launch_gathered)
 _register("attention_gathered_rope", _refuses_gathered_rope, _launch_gathered_rope)
 _register("attention_gathered_rope_quant", _refuses_gathered_quant, _launch_gathered_quant)
 _register("attention_partials", _refuses_partials, _launch_partials)
+_register("attention_paged_fp8", _refuses_gathered, _launch_paged)
+_register("attention_paged_fp8_rope", _refuses_gathered_rope, _launch_paged_rope)
+_register("attention_paged_fp8_rope_quant", _refuses_paged_quant, _launch_paged_quant)
 
 
 # Grouped FP8 product.
