@@ -142,8 +142,8 @@ def test_list_patterns(capsys):
     from fusion_pass.cli.main import main
     assert main(["list-patterns", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
-    assert list(listed["roles"]) == list(fusion_pass.report.ROLES)
-    assert {op["op"] for op in listed["declared_ops"]} == {row.name for row in opaque.ROWS}
+    assert [entry["name"] for entry in listed["roles"]] == list(fusion_pass.report.ROLES)
+    assert {op["name"] for op in listed["declared_ops"]} == {row.name for row in opaque.ROWS}
     assert main(["list-patterns"]) == 0
     text = capsys.readouterr().out
     assert "vllm::deepseek_v4_fp8_einsum" in text and "(Tensor o, Tensor cos, Tensor sin) -> Tensor" in text
