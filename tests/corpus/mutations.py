@@ -348,7 +348,8 @@ def double_one_place(graph, node, rng):
 
     def doubled(n: fx.Node) -> fx.Node:
         part = call(graph, aten.slice.Tensor, n, dim, place, place + 1)
-        return call(graph, aten.slice_scatter.default, n, call(graph, aten.mul.Tensor, part, 2.0), dim, place, place + 1)
+        twice = call(graph, aten.mul.Tensor, part, 2.0)
+        return call(graph, aten.slice_scatter.default, n, twice, dim, place, place + 1)
     return insert(graph, node, doubled)
 
 
