@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launcher of the Hopper attention: gathered keys from one or two pools, or dense keys with causality, window and mask.
 
-The kernel (attention_kernel.py) is imported at the first launch, after :func:`unsupported_reason` has accepted.
+The kernel (attention_kernel.py) is imported at the first launch, after :func:`.gate.attention_reason` has accepted.
 """
 
 import math
@@ -10,17 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HEAD_DIM = 512
+from .gate import HEAD_DIM
+
 TILE = 64
 LOG2E = 1.4426950408889634
 KINDS = {"plain": 0, "rope": 1, "quant": 2, "partial": 3}
-TESTED_TRITON = ((3, 6),)  # Gluon is experimental: only versions this kernel was compiled and measured with
 LIST_BYTES = 64 << 20  # of temporary key lists of a dense mask
 _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if LIST_BYTES allows
 
 # Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
 TUNING = {"OUTSTANDING": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 72}
+# With FP8 pages the producer decodes: it needs more registers, and the consumers can spare them.
+PAGED_TUNING = TUNING | {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 96}
 
 
 @dataclass(frozen=True)
@@ -46,68 +48,6 @@ class Epilogue:
     scale_rule: str = "fp32"
     floor: float = 1e-12
     packed: bool = False
-
-
-def hopper_reason(device: torch.device) -> str | None:
-    """Why the Hopper kernels cannot run on `device` with the installed Triton, or None."""
-    if device.type != "cuda":
-        return f"device {device.type}"
-    if torch.version.hip is not None:
-        return "ROCm"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}; the kernel is written for 9.0"
-    version = _triton_version()
-    if version not in TESTED_TRITON:
-        return f"triton {'.'.join(map(str, version)) or 'missing'}; tested with 3.6"
-    return None
-
-
-def unsupported_reason(
-    q: Tensor,
-    kv: Tensor | None,
-    *,
-    scale: float,
-    extra_kv: Tensor | None = None,
-    block: int = 128,
-    half: int = 0,
-) -> str | None:
-    """Why the Hopper kernel cannot run these arguments, or None. Reads metadata only.
-
-    q: [.., H, 512]; kv, extra_kv: [.., N, 512] or None; half: columns of the rope tables (0 = no rotation).
-    """
-    if reason := hopper_reason(q.device):
-        return reason
-    if q.dtype != torch.bfloat16:
-        return f"dtype {q.dtype}; bfloat16 only"
-    if q.shape[-1] != HEAD_DIM:
-        return f"head_dim {q.shape[-1]}; 512 only"
-    if not scale > 0:
-        return f"scale {scale} is not positive"
-    if half > 64:
-        return f"rope_dim {2 * half}; at most 128"
-    if block not in (128, 32):
-        return f"quantisation block {block}; 128 or 32"
-    for name, pool in (("kv", kv), ("extra_kv", extra_kv)):
-        if pool is not None and not _rows_aligned(pool):
-            return f"{name} rows are not contiguous or not aligned to 16 bytes"
-    return None
-
-
-def _triton_version() -> tuple[int, ...]:
-    try:
-        from .hopper import triton_version
-    except ImportError:
-        return ()
-    return triton_version()
-
-
-def _rows_aligned(rows: Tensor) -> bool:
-    """Whether 16-byte loads of rows [.., N, 512] work and the leading dimensions flatten into one row index."""
-    if rows.numel() == 0:
-        return True
-    flat = rows.dim() == 2 or rows.shape[0] == 1 or rows.stride(0) == rows.shape[1] * rows.stride(1)
-    return flat and rows.stride(-1) == 1 and rows.stride(-2) % 8 == 0 and rows.data_ptr() % 16 == 0
 
 
 def _row_stride(rows: Tensor) -> int:
@@ -159,6 +99,7 @@ def _launch(
     *,
     lists: _Lists | None,
     extra_kv: Tensor | None = None,
+    page_sizes: tuple[int, int] | None = None,
     token0: int = 0,
     tokens: int,
     splits: int = 1,
@@ -166,16 +107,21 @@ def _launch(
     window: int = 0,
     tuning: dict[str, int] | None = None,
 ) -> None:
-    """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512]."""
+    """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512].
+
+    With `page_sizes` kv and extra_kv are caches of FP8 pages, uint8 [P, bytes], and the lists point into their rows.
+    """
     from .attention_kernel import attention_kernel
 
     batches, queries, heads, _ = q.shape
     q = _aligned_q(q)
-    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
+    paged = page_sizes is not None
+    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0] * (page_sizes or (1, 1))[0]
+    extra_rows = 0 if extra_kv is None else extra_kv.shape[0] * (page_sizes or (1, 1))[1]
     if kv.numel() == 0:
-        kv = q  # no row of it is ever addressed
+        kv = q.view(torch.uint8) if paged else q  # no row of it is ever addressed
     if extra_kv is not None and extra_kv.numel() == 0:
-        extra_kv = q
+        extra_kv = kv
     kv_keys = rows if lists is not None else rows // (kv.shape[0] if kv.dim() == 3 else 1)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     jobs = tokens * math.ceil(heads / TILE) * splits
@@ -208,11 +154,13 @@ def _launch(
         token0,
         splits,
         rows,
-        0 if extra_kv is None else extra_kv.shape[0],
+        extra_rows,
         0 if lists is None else lists.index.stride(0) // 2,
         0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
         kv_keys if lists is None else lists.width,
         0 if lists is None else lists.width2,
+        kv.stride(0) // 16 if paged else 0,
+        extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
         queries,
         window,
         int(causal),
@@ -232,16 +180,17 @@ def _launch(
         HAS_BIAS=lists is not None and lists.bias is not None,
         HAS_SINK=sink is not None,
         BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
-        STRIDE0=_row_stride(kv),
-        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv),
+        STRIDE0=page_sizes[0] if page_sizes else _row_stride(kv),
+        STRIDE1=page_sizes[1] if page_sizes else _row_stride(kv if extra_kv is None else extra_kv),
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
         PACKED=packed,
         BATCHED=batches > 1,
+        PAGED=paged,
         ROPE_SHARED=rope and epilogue.cos.shape[0] != total,
         num_warps=4,
-        **(TUNING | (tuning or {})),
+        **((PAGED_TUNING if paged else TUNING) | (tuning or {})),
     )
 
 
@@ -287,6 +236,49 @@ def launch_gathered(
         extra_kv=extra_kv,
         token0=token0,
         tokens=tokens,
+        splits=splits,
+        tuning=tuning,
+    )
+
+
+def launch_paged(
+    q: Tensor,
+    pages: Tensor,
+    page_size: int,
+    indices: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    epilogue: Epilogue,
+    *,
+    lengths: Tensor | None = None,
+    extra_pages: Tensor | None = None,
+    extra_page_size: int = 0,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    splits: int = 1,
+    tuning: dict[str, int] | None = None,
+) -> None:
+    """Like :func:`launch_gathered` over caches of FP8 pages, uint8 [P, bytes], whose rows the kernel decodes itself.
+
+    The distance between pages must be a multiple of 16 bytes (see :func:`.gate.pages_reason`).
+    """
+    second = extra_pages is not None and extra_indices is not None and extra_indices.numel() > 0
+    width = indices.shape[1] if pages.numel() else 0
+    indices = _even_rows(indices) if indices.numel() else q.new_empty(q.shape[0], 2, dtype=indices.dtype)
+    lists = _Lists(indices, width, lengths)
+    if second:
+        more = _even_rows(extra_indices)
+        lists = _Lists(indices, width, lengths, None, more, more.shape[1], extra_lengths)
+    _launch(
+        q.unsqueeze(0),
+        pages,
+        sink,
+        scale,
+        epilogue,
+        lists=lists,
+        extra_kv=extra_pages if second else None,
+        page_sizes=(page_size, extra_page_size if second else page_size),
+        tokens=q.shape[0],
         splits=splits,
         tuning=tuning,
     )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..ops.dispatch import Launcher, register_launcher
-from . import attention, bgemm
+from ..reference.paged import page_bytes
+from . import attention, bgemm, gate
 from .attention import Epilogue
 
 PRIORITY = 10
@@ -66,7 +67,7 @@ def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor
     if splits == 1:
         launch(epilogue, sink, 1)
         return
-    partials = torch.empty(splits, tokens, heads, attention.HEAD_DIM, dtype=torch.bfloat16, device=device)
+    partials = torch.empty(splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
     lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
     launch(Epilogue("partial", partials, lse=lse), None, splits)
     _merge(epilogue, partials, lse, sink)
@@ -95,7 +96,7 @@ def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_in
 
 
 def _refuses_gathered(q, kv, indices, sink, scale, lengths, extra_kv, *rest):
-    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv)
+    return gate.attention_reason(q, kv, scale=scale, extra_kv=extra_kv)
 
 
 def _launch_gathered(outs, q, kv, indices, sink, scale, *pools):
@@ -103,7 +104,7 @@ def _launch_gathered(outs, q, kv, indices, sink, scale, *pools):
 
 
 def _refuses_gathered_rope(q, kv, indices, sink, cos, sin, scale, groups, lengths, extra_kv, *rest):
-    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv, half=cos.shape[-1])
+    return gate.attention_reason(q, kv, scale=scale, extra_kv=extra_kv, half=cos.shape[-1])
 
 
 def _launch_gathered_rope(outs, q, kv, indices, sink, cos, sin, scale, groups, *pools):
@@ -113,7 +114,7 @@ def _launch_gathered_rope(outs, q, kv, indices, sink, cos, sin, scale, groups, *
 def _refuses_gathered_quant(
     q, kv, indices, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, lengths, extra_kv, *rest
 ):
-    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv, block=block, half=cos.shape[-1])
+    return gate.attention_reason(q, kv, scale=scale, extra_kv=extra_kv, block=block, half=cos.shape[-1])
 
 
 def _launch_gathered_quant(
@@ -124,7 +125,7 @@ def _launch_gathered_quant(
 
 
 def _refuses_partials(q, kv, indices, scale, num_splits, lengths, extra_kv, *rest):
-    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv)
+    return gate.attention_reason(q, kv, scale=scale, extra_kv=extra_kv)
 
 
 def _launch_partials(outs, q, kv, indices, scale, num_splits, lengths, extra_kv, extra_indices, extra_lengths):
@@ -143,12 +144,33 @@ def _launch_partials(outs, q, kv, indices, scale, num_splits, lengths, extra_kv,
     )
 
 
-# Attention over FP8 pages: the attended rows are decoded to bf16, a chunk of tokens at a time.
+# Attention over FP8 pages: the kernel decodes rows itself; pages at odd distances are decoded to bf16 rows first.
 def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
     lengths, extra_pages, extra_indices, extra_lengths, extra_page_size = pools
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
 
+    data = page_bytes(pages, page_size)
+    extra_data = None if extra_pages is None else page_bytes(extra_pages, extra_page_size)
+    direct = gate.pages_reason(data, extra_data) is None
+
     def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+        if direct:
+            attention.launch_paged(
+                q,
+                data,
+                page_size,
+                indices,
+                sink,
+                scale,
+                to,
+                lengths=lengths,
+                extra_pages=extra_data,
+                extra_page_size=extra_page_size,
+                extra_indices=extra_indices,
+                extra_lengths=extra_lengths,
+                splits=splits,
+            )
+            return
         from ..triton.paged import decoded_chunks
 
         chunks = decoded_chunks(
@@ -161,7 +183,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
 
 
 def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):
-    return attention.unsupported_reason(q, None, scale=scale)
+    return gate.attention_reason(q, None, scale=scale)
 
 
 def _launch_paged(outs, q, pages, indices, sink, scale, page_size, *pools):
@@ -169,7 +191,7 @@ def _launch_paged(outs, q, pages, indices, sink, scale, page_size, *pools):
 
 
 def _refuses_paged_rope(q, pages, indices, sink, cos, sin, scale, groups, page_size, *pools):
-    return attention.unsupported_reason(q, None, scale=scale, half=cos.shape[-1])
+    return gate.attention_reason(q, None, scale=scale, half=cos.shape[-1])
 
 
 def _launch_paged_rope(outs, q, pages, indices, sink, cos, sin, scale, groups, page_size, *pools):
@@ -177,7 +199,7 @@ def _launch_paged_rope(outs, q, pages, indices, sink, cos, sin, scale, groups, p
 
 
 def _refuses_paged_quant(q, pages, indices, sink, cos, sin, scale, groups, page_size, block, *rest):
-    return attention.unsupported_reason(q, None, scale=scale, block=block, half=cos.shape[-1])
+    return gate.attention_reason(q, None, scale=scale, block=block, half=cos.shape[-1])
 
 
 def _launch_paged_quant(
@@ -201,7 +223,7 @@ def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
 
 
 def _refuses_dense(q, kv, mask, sink, scale, causal, window):
-    return attention.unsupported_reason(q, kv, scale=scale)
+    return gate.attention_reason(q, kv, scale=scale)
 
 
 def _launch_dense(outs, q, kv, mask, sink, scale, causal, window):
@@ -209,7 +231,7 @@ def _launch_dense(outs, q, kv, mask, sink, scale, causal, window):
 
 
 def _refuses_dense_rope(q, kv, mask, sink, cos, sin, scale, groups, causal, window):
-    return attention.unsupported_reason(q, kv, scale=scale, half=cos.shape[-1])
+    return gate.attention_reason(q, kv, scale=scale, half=cos.shape[-1])
 
 
 def _launch_dense_rope(outs, q, kv, mask, sink, cos, sin, scale, groups, causal, window):
@@ -219,7 +241,7 @@ def _launch_dense_rope(outs, q, kv, mask, sink, cos, sin, scale, groups, causal,
 def _refuses_dense_quant(
     q, kv, mask, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, causal, window
 ):
-    return attention.unsupported_reason(q, kv, scale=scale, block=block, half=cos.shape[-1])
+    return gate.attention_reason(q, kv, scale=scale, block=block, half=cos.shape[-1])
 
 
 def _launch_dense_quant(

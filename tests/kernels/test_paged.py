@@ -5,6 +5,7 @@ import pytest
 import torch
 from fusion_pass.kernels import reference
 from fusion_pass.kernels.gluon import attention as hopper
+from fusion_pass.kernels.gluon import gate
 from op_cases import DEVICES, Maker, gathered_formula, relative_error
 
 ops = torch.ops.fusion_pass
@@ -97,7 +98,7 @@ def test_decoder_kernel_matches_the_reference():
 
 def test_hopper_gate_names_its_reason():
     q = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
-    assert hopper.unsupported_reason(q, None, scale=0.1) == "device cpu"
+    assert gate.attention_reason(q, None, scale=0.1) == "device cpu"
 
 
 @pytest.mark.parametrize(
