@@ -21,8 +21,6 @@ _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors,
 # Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
 TUNING = {"OUTSTANDING": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 72}
-# With FP8 pages the producer decodes: it needs more registers, and the consumers can spare them.
-PAGED_TUNING = TUNING | {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 96}
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,6 @@ def _launch(
     *,
     lists: _Lists | None,
     extra_kv: Tensor | None = None,
-    page_sizes: tuple[int, int] | None = None,
     token0: int = 0,
     tokens: int,
     splits: int = 1,
@@ -107,21 +104,17 @@ def _launch(
     window: int = 0,
     tuning: dict[str, int] | None = None,
 ) -> None:
-    """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512].
-
-    With `page_sizes` kv and extra_kv are caches of FP8 pages, uint8 [P, bytes], and the lists point into their rows.
-    """
+    """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512]."""
     from .attention_kernel import attention_kernel
 
     batches, queries, heads, _ = q.shape
     q = _aligned_q(q)
-    paged = page_sizes is not None
-    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0] * (page_sizes or (1, 1))[0]
-    extra_rows = 0 if extra_kv is None else extra_kv.shape[0] * (page_sizes or (1, 1))[1]
+    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
+    extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
     if kv.numel() == 0:
-        kv = q.view(torch.uint8) if paged else q  # no row of it is ever addressed
+        kv = q  # no row of it is ever addressed
     if extra_kv is not None and extra_kv.numel() == 0:
-        extra_kv = kv
+        extra_kv = q
     kv_keys = rows if lists is not None else rows // (kv.shape[0] if kv.dim() == 3 else 1)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     jobs = tokens * math.ceil(heads / TILE) * splits
@@ -141,7 +134,7 @@ def _launch(
         q if lists is None or lists.length is None else lists.length,
         q if lists is None or lists.length2 is None else lists.length2,
         q if lists is None or lists.bias is None else lists.bias,
-        q if sink is None else sink,
+        q if sink is None else sink.contiguous(),
         epilogue.cos if rope else q,
         epilogue.sin if rope else q,
         out,
@@ -159,8 +152,6 @@ def _launch(
         0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
         kv_keys if lists is None else lists.width,
         0 if lists is None else lists.width2,
-        kv.stride(0) // 16 if paged else 0,
-        extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
         queries,
         window,
         int(causal),
@@ -180,17 +171,16 @@ def _launch(
         HAS_BIAS=lists is not None and lists.bias is not None,
         HAS_SINK=sink is not None,
         BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
-        STRIDE0=page_sizes[0] if page_sizes else _row_stride(kv),
-        STRIDE1=page_sizes[1] if page_sizes else _row_stride(kv if extra_kv is None else extra_kv),
+        STRIDE0=_row_stride(kv),
+        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv),
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
         PACKED=packed,
         BATCHED=batches > 1,
-        PAGED=paged,
         ROPE_SHARED=rope and epilogue.cos.shape[0] != total,
         num_warps=4,
-        **((PAGED_TUNING if paged else TUNING) | (tuning or {})),
+        **(TUNING | (tuning or {})),
     )
 
 
@@ -220,9 +210,13 @@ def launch_gathered(
     # no column is read where there is none: any non-empty tensor of the right dtype stands in
     width = indices.shape[1] if kv.numel() else 0
     indices = _even_rows(indices) if indices.numel() else q.new_empty(tokens, 2, dtype=indices.dtype)
+    lengths = None if lengths is None else lengths.contiguous()
     lists = _Lists(indices, width, lengths)
     if extra_indices is not None and extra_kv is not None and extra_indices.numel():
         second = _even_rows(extra_indices)
+        if second.dtype != indices.dtype:  # the kernel reads both lists through one pointer type
+            second, indices = second.long(), indices.long()
+        extra_lengths = None if extra_lengths is None else extra_lengths.contiguous()
         lists = _Lists(indices, lists.width, lengths, None, second, second.shape[1], extra_lengths)
     else:
         extra_kv = None
@@ -236,49 +230,6 @@ def launch_gathered(
         extra_kv=extra_kv,
         token0=token0,
         tokens=tokens,
-        splits=splits,
-        tuning=tuning,
-    )
-
-
-def launch_paged(
-    q: Tensor,
-    pages: Tensor,
-    page_size: int,
-    indices: Tensor,
-    sink: Tensor | None,
-    scale: float,
-    epilogue: Epilogue,
-    *,
-    lengths: Tensor | None = None,
-    extra_pages: Tensor | None = None,
-    extra_page_size: int = 0,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    splits: int = 1,
-    tuning: dict[str, int] | None = None,
-) -> None:
-    """Like :func:`launch_gathered` over caches of FP8 pages, uint8 [P, bytes], whose rows the kernel decodes itself.
-
-    The distance between pages must be a multiple of 16 bytes (see :func:`.gate.pages_reason`).
-    """
-    second = extra_pages is not None and extra_indices is not None and extra_indices.numel() > 0
-    width = indices.shape[1] if pages.numel() else 0
-    indices = _even_rows(indices) if indices.numel() else q.new_empty(q.shape[0], 2, dtype=indices.dtype)
-    lists = _Lists(indices, width, lengths)
-    if second:
-        more = _even_rows(extra_indices)
-        lists = _Lists(indices, width, lengths, None, more, more.shape[1], extra_lengths)
-    _launch(
-        q.unsqueeze(0),
-        pages,
-        sink,
-        scale,
-        epilogue,
-        lists=lists,
-        extra_kv=extra_pages if second else None,
-        page_sizes=(page_size, extra_page_size if second else page_size),
-        tokens=q.shape[0],
         splits=splits,
         tuning=tuning,
     )

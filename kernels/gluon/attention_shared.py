@@ -44,7 +44,7 @@ class Shared:
 
 
 @gluon.jit
-def allocate_shared(PAGED: gl.constexpr):
+def allocate_shared():
     """All of the CTA's shared memory: 64 KiB of q, 128 KiB of keys, 32 KiB of probabilities, statistics, barriers."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -69,10 +69,9 @@ def allocate_shared(PAGED: gl.constexpr):
     t0 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     t1 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     threads: gl.constexpr = 128  # every producer thread signals its own copies
-    filled: gl.constexpr = 1 if PAGED else threads
     full = (
-        allocate_barrier(filled), allocate_barrier(filled), allocate_barrier(filled), allocate_barrier(filled),
-        allocate_barrier(filled), allocate_barrier(filled), allocate_barrier(filled), allocate_barrier(filled),
+        allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
+        allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
     )  # fmt: skip
     empty = (
         allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1),

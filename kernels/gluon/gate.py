@@ -68,11 +68,3 @@ def rows_aligned(rows: Tensor) -> bool:
         return True
     flat = rows.dim() == 2 or rows.shape[0] == 1 or rows.stride(0) == rows.shape[1] * rows.stride(1)
     return flat and rows.stride(-1) == 1 and rows.stride(-2) % 8 == 0 and rows.data_ptr() % 16 == 0
-
-
-def pages_reason(*caches: Tensor | None) -> str | None:
-    """Why caches of pages, uint8 [P, bytes], cannot be read by the kernel itself, or None."""
-    for cache in caches:
-        if cache is not None and cache.numel() and (cache.stride(0) % 16 or cache.data_ptr() % 16):
-            return f"pages {cache.stride(0)} bytes apart; a multiple of 16 is needed"
-    return None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..ops.dispatch import Launcher, register_launcher
-from ..reference.paged import page_bytes
 from . import attention, bgemm, gate
 from .attention import Epilogue
 
@@ -144,33 +143,12 @@ def _launch_partials(outs, q, kv, indices, scale, num_splits, lengths, extra_kv,
     )
 
 
-# Attention over FP8 pages: the kernel decodes rows itself; pages at odd distances are decoded to bf16 rows first.
+# Attention over FP8 pages: the attended rows are decoded to bf16, a chunk of tokens at a time.
 def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
     lengths, extra_pages, extra_indices, extra_lengths, extra_page_size = pools
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
 
-    data = page_bytes(pages, page_size)
-    extra_data = None if extra_pages is None else page_bytes(extra_pages, extra_page_size)
-    direct = gate.pages_reason(data, extra_data) is None
-
     def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
-        if direct:
-            attention.launch_paged(
-                q,
-                data,
-                page_size,
-                indices,
-                sink,
-                scale,
-                to,
-                lengths=lengths,
-                extra_pages=extra_data,
-                extra_page_size=extra_page_size,
-                extra_indices=extra_indices,
-                extra_lengths=extra_lengths,
-                splits=splits,
-            )
-            return
         from ..triton.paged import decoded_chunks
 
         chunks = decoded_chunks(
@@ -222,8 +200,15 @@ def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
     _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device)
 
 
+def _minimum_rows(mask, sink) -> str | None:
+    """Without a sink, a row whose mask holds nothing but the dtype's minimum attends all its keys alike."""
+    if mask is not None and mask.is_floating_point() and sink is None:
+        return "a floating mask without a sink: rows of nothing but dtype-minimum values need the portable kernel"
+    return None
+
+
 def _refuses_dense(q, kv, mask, sink, scale, causal, window):
-    return gate.attention_reason(q, kv, scale=scale)
+    return _minimum_rows(mask, sink) or gate.attention_reason(q, kv, scale=scale)
 
 
 def _launch_dense(outs, q, kv, mask, sink, scale, causal, window):
@@ -231,7 +216,7 @@ def _launch_dense(outs, q, kv, mask, sink, scale, causal, window):
 
 
 def _refuses_dense_rope(q, kv, mask, sink, cos, sin, scale, groups, causal, window):
-    return gate.attention_reason(q, kv, scale=scale, half=cos.shape[-1])
+    return _minimum_rows(mask, sink) or gate.attention_reason(q, kv, scale=scale, half=cos.shape[-1])
 
 
 def _launch_dense_rope(outs, q, kv, mask, sink, cos, sin, scale, groups, causal, window):
@@ -241,7 +226,7 @@ def _launch_dense_rope(outs, q, kv, mask, sink, cos, sin, scale, groups, causal,
 def _refuses_dense_quant(
     q, kv, mask, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, causal, window
 ):
-    return gate.attention_reason(q, kv, scale=scale, block=block, half=cos.shape[-1])
+    return _minimum_rows(mask, sink) or gate.attention_reason(q, kv, scale=scale, block=block, half=cos.shape[-1])
 
 
 def _launch_dense_quant(

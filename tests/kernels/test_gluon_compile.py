@@ -37,7 +37,6 @@ BASE = {
     "ROPE_SHARED": False,
     "STRIDE0": 512,
     "STRIDE1": 512,
-    "PAGED": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
 # name: (epilogue, constants, pointer types)
@@ -52,7 +51,6 @@ VARIANTS = {
     "partial, fp32": ("partial", {"HAS_SINK": False}, {"out": "*fp32"}),
     "partial, bf16": ("partial", {"HAS_SINK": False}, {}),
     "dense mask": ("rope", {"POOLS": 1, "HAS_LENGTH0": True, "HAS_BIAS": True, "HEADS": 64}, {}),
-    "FP8 pages": ("quant", {"PAGED": True, "STRIDE0": 64, "STRIDE1": 64}, {**QUANT, "kv0": "*u8", "kv1": "*u8"}),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
 # name: constants
@@ -70,8 +68,7 @@ def attention_source(name: str):
 
     epilogue, constants, pointers = VARIANTS[name]
     kernel = attention_kernel.attention_kernel
-    tuning = attention.PAGED_TUNING if constants.get("PAGED") else attention.TUNING
-    constants = {**BASE, **tuning, "EPILOGUE": attention.KINDS[epilogue], **constants}
+    constants = {**BASE, **attention.TUNING, "EPILOGUE": attention.KINDS[epilogue], **constants}
     types = {**POINTERS, **pointers}
     for argument in kernel.arg_names:
         if argument in attention_kernel.RUNTIME_INTEGERS:
@@ -161,9 +158,8 @@ def test_compiles_without_spills_or_serialised_wgmma(name):
     assert len(loops) >= 2, "the consumers' loops were not found in the machine code"
     for body in loops:
         spills = [text for text in body if re.search(r"\b(LDL|STL)", text)]
-        # The producer may keep a word of predicates in local memory, the consumers nothing; only with FP8 pages, whose
-        # producer needs their registers, one consumer keeps a few values there.
-        allowed = (12 if name == "FP8 pages" else 0) if any("GMMA" in text for text in body) else 4
+        # the producer may keep a word of predicates in local memory, the consumers nothing
+        allowed = 0 if any("GMMA" in text for text in body) else 4
         assert len(spills) <= allowed, (spills, result["log"])
 
 
