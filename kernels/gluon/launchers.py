@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.dispatch import Launcher, register_launcher
-from . import attention, bgemm, gate
+from . import attention, bgemm, deepgemm, gate
 from .attention import Epilogue
 
 PRIORITY = 10
@@ -260,3 +260,4 @@ def _launch_bgemm(outs, codes, scales, weight, weight_scales, block, weight_bloc
 
 
 _register("fp8_bgemm", _refuses_bgemm, _launch_bgemm)
+register_launcher("fp8_bgemm", Launcher("deepgemm", deepgemm.refuses, deepgemm.launch, 2 * PRIORITY))

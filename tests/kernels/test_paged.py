@@ -101,6 +101,16 @@ def test_hopper_gate_names_its_reason():
     assert gate.attention_reason(q, None, scale=0.1) == "device cpu"
 
 
+def test_deepgemm_is_used_only_when_asked_for(monkeypatch):
+    from fusion_pass.kernels.gluon import deepgemm
+
+    args = (*Maker().bgemm(), 128, 128, torch.bfloat16)
+    monkeypatch.delenv(deepgemm.SWITCH, raising=False)
+    assert deepgemm.SWITCH in deepgemm.refuses(*args)
+    monkeypatch.setenv(deepgemm.SWITCH, "deepgemm")
+    assert deepgemm.refuses(*args) == "device cpu"
+
+
 @pytest.mark.parametrize(
     "tokens, heads, keys", [(1, 128, 1152), (8, 128, 1152), (32, 128, 1152), (64, 128, 1152), (3, 8, 1)]
 )
