@@ -172,6 +172,7 @@ def free() -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that every benchmark takes."""
     parser.add_argument("--tokens", type=int, nargs="+", default=None, help="token counts, instead of the table's own")
+    parser.add_argument("--layers", type=int, nargs="+", default=None, help="layer counts of compile_time")
     parser.add_argument("--shapes", nargs="+", default=["pro", "flash"], choices=["pro", "flash"], help="model shapes")
     parser.add_argument("--replays", type=int, default=21, help="graph replays per variant")
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out even when they are importable")

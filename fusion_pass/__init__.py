@@ -21,6 +21,7 @@ from .backend import register as _register
 from .config import Config
 from .explain import explain
 from .hooks import enabled, install, uninstall
+from .patterns.registration import register_pattern, registered_patterns, unregister_pattern
 from .programs import rewrite
 from .report import FusedChain, GatedChain, NearMiss, Report
 from .store import clear_reports, reports
@@ -39,7 +40,10 @@ __all__ = [
     "enabled",
     "explain",
     "install",
+    "register_pattern",
+    "registered_patterns",
     "reports",
     "rewrite",
     "uninstall",
+    "unregister_pattern",
 ]

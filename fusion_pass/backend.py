@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import compat, guarded, store
+from . import compat, guarded, store, triton_ops
 from .config import Config, split_options
 from .hooks import JointPass, with_pass
 from .report import Report
@@ -51,7 +51,7 @@ def fusion_pass(
 def _reset() -> None:
     import torch._inductor.config as inductor_config
 
-    if inductor_config.triton.cudagraphs or torch.cuda.is_initialized():
+    if inductor_config.triton.cudagraphs or torch.cuda.is_available():
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
         reset_cudagraph_trees()
@@ -83,7 +83,9 @@ def parse_options(mode: str | None, options: Mapping[str, Any] | None) -> tuple[
 def _compile_inductor(
     gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, mode: str | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor import compile_fx as inductor
+
+    compile_fx: Any = inductor.compile_fx
 
     try:
         patches = compat.inductor_patches(mode, options)
@@ -91,11 +93,12 @@ def _compile_inductor(
         raise compat.option_error(f"backend 'fusion_pass': {error}") from None
     if config.disable:
         _finish([Report(nodes=len(gm.graph.nodes), notes=[guarded.DISABLED])])
-        return compile_fx(gm, example_inputs, config_patches=patches)
+        untouched: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=patches)
+        return untouched
     slot = patches.get("joint_custom_pre_pass", compat.inductor_config().joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = with_pass(slot, JointPass(config), first=True)
-    with store.collect() as gathered, compat.aot_cache_disabled():
-        compiled = compile_fx(gm, example_inputs, config_patches=patches)
+    with store.collect() as gathered, compat.aot_cache_disabled(), triton_ops.kept_whole(gm, example_inputs):
+        compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=patches)
     _finish(gathered)
     return compiled
 
@@ -116,12 +119,11 @@ def _compile_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], config: C
     def backward(aot_gm: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         return run(aot_gm)
 
-    with store.collect() as gathered:
-        compiled = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)(
-            gm, example_inputs
-        )
+    lower: Any = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
+    with store.collect() as gathered, triton_ops.kept_whole(gm, example_inputs):
+        compiled: Callable[..., Any] = lower(gm, example_inputs)
     _finish(gathered)
-    return compiled  # type: ignore[no-any-return]
+    return compiled
 
 
 def run_boxed(gm: fx.GraphModule) -> Callable[..., Any]:

@@ -17,9 +17,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from . import compat, guarded
+from . import compat, guarded, triton_ops
 from .backend import run_boxed
 from .config import Config
+from .details import describe
 from .report import GatedChain, Report
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def explain(
                 if not gathered or config.strict:
                     raise
                 log.debug("capture ended early", exc_info=True)
-                notes.append(f"capture ended after graph {len(gathered)}: {_first_line(error)}")
+                notes.append(f"capture ended after graph {len(gathered)}: {guarded.first_line(error)}")
         report = Report.merge(gathered) if gathered else Report(graphs=0, notes=["Dynamo captured no graph"])
         report.notes += notes
         if report.graphs > 1:
@@ -73,10 +74,19 @@ def _capturing_backend(config: Config, gathered: list[Report]) -> Callable[..., 
 
     def rewrite_copy(aot_gm: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         rewritten = fx.GraphModule(aot_gm, copy.deepcopy(aot_gm.graph))
-        gathered.append(guarded.run(rewritten, config, level="explain"))
+        report = guarded.run(rewritten, config, level="explain")
+        if report.fused:
+            report.details.append(describe(aot_gm.graph, rewritten.graph))
+        gathered.append(report)
         return run_boxed(aot_gm)  # on fake tensors: shapes only
 
-    return aot_autograd(fw_compiler=rewrite_copy, inference_compiler=rewrite_copy)  # type: ignore[no-any-return]
+    backend: Callable[..., Any] = aot_autograd(fw_compiler=rewrite_copy, inference_compiler=rewrite_copy)
+
+    def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with triton_ops.kept_whole(gm, inputs):
+            return backend(gm, inputs)  # type: ignore[no-any-return]
+
+    return capture
 
 
 def _gate_training(report: Report) -> Report:
@@ -101,8 +111,3 @@ def _unlimited_recompiles() -> Iterator[None]:
 
     with config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20):
         yield
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

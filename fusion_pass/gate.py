@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .config import Config
-from .recognise.chain import Chain
+from .recognise.chain_types import Chain
 
 BLOCKS = (128, 32)
 

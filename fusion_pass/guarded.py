@@ -12,7 +12,7 @@ import time
 import torch
 from torch import fx
 
-from . import compat
+from . import compat, triton_ops
 from .config import Config
 from .report import Report
 
@@ -36,25 +36,41 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
 
     start = time.perf_counter()
     nodes = len(gm.graph.nodes)
-    before = _snapshot(gm)
+    before: list[fx.Graph] = []
+
+    def keep() -> None:
+        # Most graphs are never changed, and a copy costs more than looking for anchors.
+        if not before:
+            before.append(snapshot(gm))
+
     try:
-        report = run_on_graph(gm, config)
+        report = run_on_graph(gm, config, before_change=keep)
         if report.fused:
             gm.graph.lint()
             gm.recompile()
     except Exception as error:
-        _restore(gm, before)
+        if before:
+            restore(gm, before[0])
         if config.strict:
             raise
-        report = Report(notes=[f"the pass failed and the graph was left as it came: {type(error).__name__}: {error}"])
+        report = Report(notes=[f"the pass failed and the graph was left as it came: {first_line(error)}"])
         _warn_failure(error)
+    if level == "joint":
+        triton_ops.take_apart(gm)
     report.nodes = report.nodes or nodes
     report.seconds = time.perf_counter() - start
-    _tell(gm, before, report, level)
+    _tell(gm, before[0] if before else None, report, level)
     return report
 
 
-def _snapshot(gm: fx.GraphModule) -> fx.Graph:
+def first_line(error: Exception) -> str:
+    """Type and first line of an exception: torch's messages go on with pages of advice."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def snapshot(gm: fx.GraphModule) -> fx.Graph:
+    """A copy of the graph, for :func:`restore`."""
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     result = copy.graph_copy(gm.graph, values)
@@ -63,7 +79,8 @@ def _snapshot(gm: fx.GraphModule) -> fx.Graph:
     return copy
 
 
-def _restore(gm: fx.GraphModule, before: fx.Graph) -> None:
+def restore(gm: fx.GraphModule, before: fx.Graph) -> None:
+    """Make ``gm`` what :func:`snapshot` saw, node names included."""
     # In place, as whoever called the pass holds this very graph; with a new namespace, so that nodes get their names
     # back (the signature of an exported program refers to them).
     nodes = list(gm.graph.nodes)
@@ -80,7 +97,7 @@ def _restore(gm: fx.GraphModule, before: fx.Graph) -> None:
 
 
 def _warn_failure(error: Exception) -> None:
-    kind = f"{type(error).__name__}: {error}"
+    kind = first_line(error)
     if kind in _warned:
         log.debug("the pass failed again", exc_info=True)
         return
@@ -93,7 +110,7 @@ def _warn_failure(error: Exception) -> None:
     )
 
 
-def _tell(gm: fx.GraphModule, before: fx.Graph, report: Report, level: str) -> None:
+def _tell(gm: fx.GraphModule, before: fx.Graph | None, report: Report, level: str) -> None:
     log.info("%s graph: %s", level, report.summary())
     if report:
         log.debug("%s", report)
@@ -103,7 +120,7 @@ def _tell(gm: fx.GraphModule, before: fx.Graph, report: Report, level: str) -> N
     counts["gated"] += len(report.gated)
     counts["near_misses"] += len(report.near_misses)
     compat.trace_artifact("fusion_pass_report", "json", report.to_json)
-    if report.fused:
+    if report.fused and before is not None:
         compat.trace_artifact("fusion_pass_before", "string", lambda: _readable(fx.GraphModule(gm, before)))
         compat.trace_artifact("fusion_pass_after", "string", lambda: _readable(gm))
 

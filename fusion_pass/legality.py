@@ -7,9 +7,29 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
+# Marks a declared op whose written-out form is read instead (see recognise.declared): no reader, whatever it reads.
+WRITTEN_OUT = "fusion_pass_written_out"
+
+
+def is_metadata_check(node: fx.Node) -> bool:
+    """torch.export's check that a value computed in the graph has the dtype it was traced with: it needs the value only
+    as long as somebody else does."""
+    return (node.op == "call_function" and node.target is torch.ops.aten._assert_tensor_metadata.default
+            and not node.users and node.args[0].op == "call_function")
+
+
+def drop_needless_checks(graph: fx.Graph) -> None:
+    """Erase the metadata checks of values that nobody else reads, so that the values can go."""
+    live = live_nodes(graph, ())
+    for node in list(graph.nodes):
+        if is_metadata_check(node) and node.args[0] not in live:
+            graph.erase_node(node)
+
 
 def is_impure(node: fx.Node) -> bool:
     """Must stay whether or not its value is used."""
+    if is_metadata_check(node):
+        return False
     return node.op in ("output", "placeholder") or node.is_impure()
 
 

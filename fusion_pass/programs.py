@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import guarded
@@ -15,9 +16,10 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
     """Rewrite a traced graph in place and return the :class:`Report`.
 
     program: an ``fx.GraphModule`` of ATen ops (``make_fx``, AOTAutograd, ``torch.export``'s ``.module()``) or a
-    ``torch.export.ExportedProgram``, whose signature is kept consistent. The graph must carry ``meta["val"]``, as all
-    of these do. On failure the graph is as it came; ``config.strict`` raises instead. Raises TypeError for anything
-    else.
+    ``torch.export.ExportedProgram``, whose signature is kept consistent; a program that torch.export has just made is
+    brought into functional ATen form (``run_decompositions()``) when something is fused in it. The graph must carry
+    ``meta["val"]``, as all of these do. On failure the graph is as it came; ``config.strict`` raises instead.
+    Raises TypeError for anything else.
     """
     config = config or Config()
     if isinstance(program, fx.GraphModule):
@@ -28,9 +30,28 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
             f"rewrite: expected an fx.GraphModule or an ExportedProgram, got {type(program).__name__}; "
             "for a module or function use torch.compile(..., backend='fusion_pass') or fusion_pass.explain"
         )
-    before = _output_names(graph_module)
-    report = guarded.run(graph_module, config, level="rewrite")
-    for old, new in zip(before, _output_names(graph_module), strict=True):
+    if getattr(program, "dialect", "") != "TRAINING":
+        return _rewrite_program(program, config)
+    # What torch.export hands out first writes in place and keeps composite operators. The pass reads functional ATen;
+    # the program becomes its decomposed form only when something was fused.
+    functional = program.run_decompositions(_decompositions())
+    report = _rewrite_program(functional, config)
+    if report.fused:
+        vars(program).update(vars(functional))
+    return report
+
+
+def _decompositions() -> Any:
+    """torch.export's own table, without the one that turns a write into a slot into arithmetic on positions."""
+    table = torch.export.default_decompositions()
+    table.pop(torch.ops.aten.select_scatter.default, None)
+    return table
+
+
+def _rewrite_program(program: Any, config: Config) -> Report:
+    before = _output_names(program.graph_module)
+    report = guarded.run(program.graph_module, config, level="rewrite")
+    for old, new in zip(before, _output_names(program.graph_module), strict=True):
         if old is not None and new is not None and old != new:
             program.graph_signature.replace_all_uses(old, new)
     return report
@@ -38,4 +59,4 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
 
 def _output_names(gm: fx.GraphModule) -> list[str | None]:
     output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    return [arg.name if isinstance(arg, fx.Node) else None for arg in output.args[0]]  # type: ignore[union-attr]
+    return [arg.name if isinstance(arg, fx.Node) else None for arg in output.args[0]]

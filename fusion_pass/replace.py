@@ -7,8 +7,9 @@ with block scales; otherwise it reads the fused result.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +18,13 @@ import torch.fx as fx
 from .elements.layouts import Axis, Builder
 from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
-from .legality import live_nodes, mutated_input
+from .legality import WRITTEN_OUT, is_metadata_check, live_nodes, mutated_input
 from .recognise.attention_emit import AttentionOperands, MergeOperands, batch_axes
-from .recognise.chain import Chain
+from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
 from .recognise.rotation import Table
+from .replace_product import replace_product
+from .strides import propagate_strides
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -86,7 +89,7 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
             continue
         seen.add(node)
         for user in node.users:
-            if user in anchors:
+            if user in anchors or user.meta.get(WRITTEN_OUT) or is_metadata_check(user):
                 continue
             if user.op == "output":
                 return user
@@ -209,6 +212,7 @@ class ChainWriter:
                     operands.scale, groups]
         elif isinstance(operands, MergeOperands):
             name = "merge_partials_rope"
+            operands = self.natural(operands)
             args = [operands.partials, operands.lse_or_max, operands.sum, operands.sink, *tables, groups]
         else:
             output = self.opaque_output()
@@ -225,6 +229,13 @@ class ChainWriter:
             args += [chain.quantisation.block, chain.quantisation.rule, chain.quantisation.floor, False]
         op = getattr(torch.ops.fusion_pass, name).default
         return Replaced(f"fusion_pass.{name}", self.builder.call(op, *args, **kwargs))
+
+    def natural(self, operands: MergeOperands) -> MergeOperands:
+        """The op takes the log-sum-exp of normalised partials in natural logarithm; some libraries keep base 2."""
+        if operands.sum is not None or operands.stat_scale == 1.0:
+            return operands
+        lse = self.builder.call(aten.mul.Tensor, operands.lse_or_max, operands.stat_scale)
+        return dataclasses.replace(operands, lse_or_max=lse, stat_scale=1.0)
 
     def wide(self, node: fx.Node) -> fx.Node:
         """Keep fp32 where the source kept it from the scores to the projection: the op rounds to q's dtype."""
@@ -291,8 +302,12 @@ def _floats(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].is_floating_point()]
 
 
-def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes) -> Replaced | Refused:
-    """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code)."""
+def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes,
+                  validate: Callable[[fx.Node, fx.Node], fx.Node] | None = None) -> Replaced | Refused:
+    """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code).
+
+    ``validate(old, new)`` may put a node behind both that decides at run time which of the two goes on.
+    """
     refused = check_legality(chain, graph)
     if refused is not None:
         return refused
@@ -308,9 +323,8 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes) -> Replaced | Ref
         codes = writer.builder.call(operator.getitem, replaced.node, 0)
         scales = writer.builder.call(operator.getitem, replaced.node, 1)
         if chain.weight is not None:
-            news = {chain.anchors[0].node: _fp8_bgemm(writer, codes, scales)}
-            if news[chain.anchors[0].node] is not None:
-                replaced = Replaced(replaced.op + " + fusion_pass.fp8_bgemm", replaced.node)
+            news = replace_product(chain, writer.builder, codes, scales) or {rotation.node: None}
+            replaced = Replaced(replaced.op + " + fusion_pass.fp8_bgemm", replaced.node)
         elif quantisation.scales is None:
             news = {rotation.node: writer.arranged(writer.dequantised(codes, scales), channels, rotation.node)}
         else:
@@ -320,26 +334,11 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes) -> Replaced | Ref
         return Refused("bgemm", "the fused result cannot be viewed in the layout that the contraction reads",
                        rotation.node)
     for old, new in news.items():
-        old.replace_all_uses_with(new)
+        going_on = new if validate is None else validate(old, new)
+        old.replace_all_uses_with(going_on, delete_user_cb=lambda user, keep=going_on: user is not keep)
+        propagate_strides(old.meta["val"], going_on)
         new.meta.setdefault("original_aten", old.meta.get("original_aten"))
     return replaced
-
-
-def _fp8_bgemm(writer: ChainWriter, codes: fx.Node, scales: fx.Node) -> fx.Node | None:
-    """The whole projection as one op, viewed as the source's contraction output."""
-    chain = writer.chain
-    anchor, weight = chain.anchors[0], chain.weight
-    builder = Builder(writer.builder.graph, writer.builder.sizes, anchor.node)
-    w = builder.take(weight.codes.node, weight.codes.offset, weight.codes.axes)
-    s = builder.take(weight.scales.node, weight.scales.offset, weight.scales.axes)
-    if w is None or s is None:
-        return None
-    s = builder.view(s, [a.size for a in weight.scales.axes])
-    value = anchor.node.meta["val"]
-    out = builder.call(torch.ops.fusion_pass.fp8_bgemm.default, codes, scales, w, s, chain.quantisation.block,
-                       weight.block, value.dtype)
-    tokens_first = anchor.contraction.lhs is anchor.node.args[0]
-    return builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
 
 
 def _source_scales(writer: ChainWriter, scales: fx.Node) -> fx.Node | None:

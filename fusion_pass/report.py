@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from .details import GraphDetail
 
 SCHEMA_VERSION = 1
 
@@ -67,6 +70,7 @@ class Report:
     fused, gated, near_misses: one entry per anchor; an ordinary model's report is empty in all three.
     notes: what concerns the graph as a whole: the kill switch, a training graph that was refused, how results were
     verified.
+    details: sub-graphs and estimates, one entry per graph that has a fused chain; filled by ``explain`` only.
     graphs: number of graphs in this report. nodes: nodes of the graph before the pass.
     visits: nodes (and elements) the pass looked at. seconds: wall time the pass took.
     """
@@ -75,6 +79,7 @@ class Report:
     gated: list[GatedChain] = dataclasses.field(default_factory=list)
     near_misses: list[NearMiss] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    details: list[GraphDetail] = dataclasses.field(default_factory=list)
     graphs: int = 1
     nodes: int = 0
     visits: int = 0
@@ -91,6 +96,7 @@ class Report:
         """
         total = cls(graphs=0)
         for report in reports:
+            total.details += [_shifted(detail, len(total.fused)) for detail in report.details]
             total.fused += report.fused
             total.gated += report.gated
             total.near_misses += report.near_misses
@@ -124,19 +130,20 @@ class Report:
             fused=[FusedChain(**chain) for chain in rest.pop("fused")],
             gated=[GatedChain(**chain) for chain in rest.pop("gated")],
             near_misses=[NearMiss(**miss) for miss in rest.pop("near_misses")],
+            details=[GraphDetail.from_dict(detail) for detail in rest.pop("details", [])],
             **rest,
         )
 
     def __str__(self) -> str:
         lines = [f"fusion_pass: {self.summary()}"]
         for chain in self.fused:
-            lines.append(f"  fused      {_at(chain.where)}{' -> '.join(chain.roles)}{_quant(chain)}")
+            lines.append(f"  fused      {' -> '.join(chain.roles)}{_quant(chain)}{_at(chain.where)}")
             lines.append(f"             now {chain.op}" + (f"; gate: {chain.gate}" if chain.gate else ""))
         for gated in self.gated:
-            lines.append(f"  gated      {_at(gated.where)}{' -> '.join(gated.roles)}")
+            lines.append(f"  gated      {' -> '.join(gated.roles)}{_at(gated.where)}")
             lines.append(f"             left alone: {gated.gate}")
         for miss in self.near_misses:
-            lines.append(f"  near miss  {_at(miss.where)}{miss.role}")
+            lines.append(f"  near miss  {miss.role}{_at(miss.where)}")
             lines.append(f"             {miss.reason}")
         lines += [f"  note       {note}" for note in self.notes]
         return "\n".join(lines)
@@ -151,6 +158,11 @@ class Report:
         )
 
 
+def _shifted(detail: GraphDetail, by: int) -> GraphDetail:
+    chains = [dataclasses.replace(chain, index=chain.index + by) for chain in detail.chains]
+    return dataclasses.replace(detail, chains=chains)
+
+
 def _roles(roles: Iterable[str]) -> tuple[str, ...]:
     roles = tuple(roles)
     unknown = [role for role in roles if role not in ROLES]
@@ -162,7 +174,16 @@ def _roles(roles: Iterable[str]) -> tuple[str, ...]:
 
 
 def _at(where: str) -> str:
-    return f"{where}: " if where else ""
+    return f" at {_short(where)}" if where else ""
+
+
+def _short(where: str) -> str:
+    """A path as a reader wants it: from the package on, or from the current folder."""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, rest = where.rpartition(f"/{folder}/")
+        if found:
+            return rest
+    return where.removeprefix(f"{os.getcwd()}/")
 
 
 def _quant(chain: FusedChain) -> str:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import validation
 from .config import Config
+from .elements.fakes import unify_fake_modes
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
-from .legality import mutates
-from .recognise.chain import Chain, ChainFinder
+from .guarded import restore, snapshot
+from .legality import drop_needless_checks, mutates
+from .recognise.chain import find_chains
+from .recognise.chain_types import Chain
 from .recognise.context import Context
+from .recognise.declared import DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line
 from .replace import Replaced, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
@@ -24,21 +29,44 @@ from .report import FusedChain, GatedChain, NearMiss, Report
 log = logging.getLogger(__name__)
 
 
-def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
-    """Rewrite ``gm`` in place and report. ``config`` is resolved (see :meth:`Config.resolve`).
+def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[], None] | None = None) -> Report:
+    """Rewrite ``gm`` in place and report. ``config`` is resolved (see :meth:`Config.resolve`). ``before_change`` is
+    called before anything is changed (to keep a copy); it is not called for a graph without chains.
 
     The graph is in functional ATen form (AOT, post-grad, export or make_fx). Nothing is changed when nothing is found.
     """
     started = time.perf_counter()
+    plan = Plan()
+    before = None
+    if DeclaredOps.present(gm.graph):
+        before = snapshot(gm)
+        if before_change is not None:
+            before_change()
+    while True:
+        report, settled = _run(gm, config, plan, before_change)
+        if settled:
+            break
+        restore(gm, before)         # with another plan for the declared ops
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _run(gm: fx.GraphModule, config: Config, plan: Plan,
+         before_change: Callable[[], None] | None) -> tuple[Report, bool]:
     report = Report(nodes=len(gm.graph.nodes))
     # A compiler calls this under its fake-tensor mode; element evaluation needs real (small) tensors.
     with _disable_current_modes(), torch.no_grad(), _no_guards(gm):
+        unify_fake_modes(gm.graph)
+        declared = DeclaredOps.write_out(gm, config, plan)
         context = Context.of(gm)
+        context.fixed = declared.fixed
         sizes = context.sizes[0]
-        findings = ChainFinder(context, sizes).find()
+        findings = find_chains(context)
         report.visits = findings.visits + sum(context.counters.values())
         changed = False
         if findings.chains:
+            if before_change is not None:
+                before_change()
             mutation = mutates(gm.graph)
             for chain in findings.chains:
                 if mutation is not None:
@@ -51,12 +79,14 @@ def run_on_graph(gm: fx.GraphModule, config: Config) -> Report:
         for refused in findings.refused:
             if not refused.silent:
                 report.near_misses.append(_near_miss(refused))
+        settled = declared.settle(changed, plan)
+        report.notes += declared.notes()
         if changed:
+            drop_needless_checks(gm.graph)
             gm.graph.eliminate_dead_code()
             gm.graph.lint()
             gm.recompile()
-    report.seconds = time.perf_counter() - started
-    return report
+    return report, settled
 
 
 def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, report: Report) -> bool:
@@ -69,7 +99,14 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
         report.gated.append(GatedChain(roles=chain.roles, gate=decision.reason, where=where))
         return False
     before = set(gm.graph.nodes)
-    outcome = replace_chain(chain, gm.graph, sizes)
+    pending: list[int] = []
+
+    def validate(old: fx.Node, new: fx.Node) -> fx.Node:
+        return validation.insert(old, new, pending[0])
+
+    if config.verify in ("first", "always"):
+        pending.append(validation.reserve())
+    outcome = replace_chain(chain, gm.graph, sizes, validate if pending else None)
     if isinstance(outcome, Refused):
         _erase_new(gm.graph, before)
         report.near_misses.append(_near_miss(outcome))
@@ -78,11 +115,18 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
     for node in gm.graph.nodes:
         if node not in before:
             node.meta.setdefault("stack_trace", stack)
-            node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op})
+            node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op,
+                                                  "chain": len(report.fused)})
     quantisation = chain.quantisation
-    report.fused.append(FusedChain(
+    fused = FusedChain(
         roles=chain.roles, quant=None if quantisation is None else quantisation.rule,
-        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=decision.reason))
+        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=decision.reason)
+    report.fused.append(fused)
+    if pending:
+        values = [n.meta["val"] for n in (chain.rotation.source, chain.rotation.node)]
+        validation.record(pending[0], fused, report, validation.budget_of(values, quantisation is not None),
+                          config.verify == "always")
+        report.notes.append(f"validated at run time ({config.verify}): the source's computation stays in the graph")
     log.debug("fused %s at %s into %s", chain.roles, where, outcome.op)
     return True
 

@@ -48,4 +48,4 @@ def install_finder() -> None:
             folders[f"{__package__}.{name}"] = beside
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__qualname__ != CheckoutFinder.__qualname__]
     if folders:
-        sys.meta_path.insert(0, CheckoutFinder(folders))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, CheckoutFinder(folders))

@@ -38,8 +38,8 @@ class KvSplitDecision:
     """What to launch, and why.
 
     kv_split: concurrent groups (1 = the serial loop). reason: the condition that decided. width: channels of a row per
-    CTA. num_warps: warps per CTA. unroll: partials per group and iteration of a loop that is not unrolled whole.
-    unroll_limit: a group's steps up to which the loop is unrolled whole. pdl: launch dependent on the kernel before
+    CTA. num_warps: warps per CTA. unroll: partials per group in one batch of loads of the run-time loop. unroll_limit:
+    partials per group up to which all of them are one batch, without a loop. pdl: launch dependent on the kernel before
     (where the device can).
     """
 
@@ -48,7 +48,7 @@ class KvSplitDecision:
     width: int
     num_warps: int
     unroll: int = 8
-    unroll_limit: int = 20
+    unroll_limit: int = 18
     pdl: bool = False
 
 
@@ -58,10 +58,12 @@ def _width(head_dim: int, limit: int) -> int:
 
 
 def default_layout(kv_split: int, *, head_dim: int, element_size: int, reason: str) -> KvSplitDecision:
-    """Layout by rule where none was measured: one 16-byte load per lane and row, so that a warp owns its columns."""
+    """Layout by rule where none was measured: one 16-byte load per lane and row, so that a warp owns its columns, and 8
+    to 16 rows per lane in flight (unrolled whole: up to 32), beyond which registers spill."""
     width = _width(head_dim, 256 if kv_split == 1 else 512)
     warps = max(1, width * element_size // 512)
-    return KvSplitDecision(kv_split, reason, width, warps, unroll=8 if kv_split == 1 else 4, unroll_limit=18)
+    return KvSplitDecision(kv_split, reason, width, warps, max(1, 8 // kv_split), 18 if kv_split == 1 else 32 //
+    kv_split)
 
 
 def _check(num_partials: int, rows: int, head_dim: int, sm_count: int, bound: int | None) -> None:
@@ -162,7 +164,12 @@ def choose_kv_split(
             return _from_entry(kv_split, found[2][kv_split], reason, rows, table)
         return default_layout(kv_split, head_dim=head_dim, element_size=element_size, reason=reason)
     if found is None:
-        what = f"head_dim {head_dim}" if table is not None else f"{sm_count} SMs"
+        if table is None:
+            what = f"{sm_count} SMs"
+        elif head_dim != table.HEAD_DIM:
+            what = f"head_dim {head_dim}"
+        else:
+            what = f"{element_size}-byte partials"
         return default_layout(
             1, head_dim=head_dim, element_size=element_size, reason=f"serial loop: nothing was measured for {what}"
         )
@@ -176,11 +183,16 @@ def choose_kv_split(
     return _from_entry(kv_split, choices[kv_split], reason, rows, table)
 
 
+def measured_layouts(by_rows: Mapping, num_partials: int, rows: int) -> dict[int, KvSplitDecision]:
+    """{KvSplit: its fastest layout} at the measured point nearest to these sizes (for benchmarks)."""
+    near_rows, near_partials, choices = _measured(by_rows, num_partials, rows)
+    where = f"measured at {near_partials} partials x {near_rows} rows"
+    return {k: KvSplitDecision(k, where, *entry[1:]) for k, entry in choices.items()}
+
+
 def _from_entry(kv_split: int, entry: tuple, reason: str, rows: int, table) -> KvSplitDecision:
     _, width, warps, unroll, unroll_limit = entry
-    return KvSplitDecision(
-        kv_split, reason, width, warps, unroll, unroll_limit, pdl=rows <= getattr(table, "PDL_MAX_ROWS", 0)
-    )
+    return KvSplitDecision(kv_split, reason, width, warps, unroll, unroll_limit, pdl=rows <= table.PDL_MAX_ROWS)
 
 
 def cap_bound(bound: int | None, cap: int | None) -> int | None:

@@ -1,6 +1,7 @@
 """Report: what it says, what it merges, what it becomes as JSON."""
 
 import json
+import os
 
 import pytest
 
@@ -19,8 +20,16 @@ def example() -> Report:
                 gate="fused: sm_90",
             )
         ],
-        gated=[GatedChain(roles=("fmha", "bgemm"), gate="head_dim 96 is no multiple of 128", where="model.py:20")],
-        near_misses=[NearMiss(role="inverse_rope", reason="the rotation is forward", where="model.py:30")],
+        gated=[
+            GatedChain(
+                roles=("fmha", "bgemm"),
+                gate="head_dim 96 is no multiple of 128",
+                where="/usr/lib/python3/site-packages/pkg/model.py:20",
+            )
+        ],
+        near_misses=[
+            NearMiss(role="inverse_rope", reason="the rotation is forward", where=f"{os.getcwd()}/model.py:30")
+        ],
         notes=["a note"],
         nodes=100,
         visits=40,
@@ -33,11 +42,11 @@ def test_text_has_every_site_with_its_line():
         str(example())
         == """\
 fusion_pass: 1 fused, 1 gated, 1 near miss in 1 graph (100 nodes, 40 visits, 0.250 s)
-  fused      model.py:12: fmha -> inverse_rope -> fp8_quant -> bgemm [ue8m0 scales, 1x128]
+  fused      fmha -> inverse_rope -> fp8_quant -> bgemm [ue8m0 scales, 1x128] at model.py:12
              now fusion_pass.attention_rope_quant; gate: fused: sm_90
-  gated      model.py:20: fmha -> bgemm
+  gated      fmha -> bgemm at pkg/model.py:20
              left alone: head_dim 96 is no multiple of 128
-  near miss  model.py:30: inverse_rope
+  near miss  inverse_rope at model.py:30
              the rotation is forward
   note       a note"""
     )

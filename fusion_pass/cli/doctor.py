@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -17,6 +18,7 @@ from .. import compat
 from ..config import Config
 from ..version import __version__
 from .console import step
+from .selftest import check_ops
 
 _PACKAGES = ("torch", "triton", "transformers", "sympy", "rich", "numpy")
 
@@ -32,30 +34,23 @@ def run(arguments: Namespace) -> int:
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("FUSION_PASS")},
         "config": Config().resolve().to_dict(),
         "backend": "registered" if "fusion_pass" in compat.registered_backends() else "not registered",
-        "ops": registered_ops(),
     }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     with step("self-tests"):
         tests = {name: _outcome(test) for name, test in SELF_TESTS.items()}
+        ops = dict(check_ops(device))
     failed = [name for name, outcome in tests.items() if outcome != "ok"]
+    failed += [name for name, op_outcome in ops.items() if not op_outcome.ok]
     if arguments.json:
-        print(json.dumps({**facts, "self_tests": tests, "success": not failed}, indent=2))
+        outcomes = {name: dataclasses.asdict(outcome) for name, outcome in ops.items()}
+        print(json.dumps({**facts, "self_tests": tests, "ops": outcomes, "success": not failed}, indent=2))
     else:
         for name, value in facts.items():
             _print(name, value)
         _print("self_tests", tests)
+        _print(f"ops on {device}", {name: str(outcome) for name, outcome in ops.items()})
         print(f"{len(failed)} self-tests failed: {', '.join(failed)}" if failed else "all self-tests passed")
     return 1 if failed else 0
-
-
-def registered_ops() -> list[str]:
-    """Schemas of the ops that this package registers."""
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fusion_pass::")]
-    return sorted(str(_overload(name)._schema) for name in names)
-
-
-def _overload(qualified: str) -> Any:
-    name, _, overload = qualified.removeprefix("fusion_pass::").partition(".")
-    return getattr(getattr(torch.ops.fusion_pass, name), overload or "default")
 
 
 def _version(name: str) -> str:
@@ -115,7 +110,7 @@ def _fp8_linear() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(128, 256, generator=generator) / 16
     x = torch.randn(4, 2, 256, generator=generator)
-    expected = torch.einsum("tgk,grk->tgr", x, weight.unflatten(0, (2, 64)))
+    expected = torch.einsum("tgk,grk->tgr", x, weight.reshape(2, 64, 256))
     error = (FP8GroupedLinear.from_linear(weight, 2)(x) - expected).norm() / expected.norm()
     if not error < 0.06:
         raise AssertionError(f"relative error {error:.3f} of the FP8 linear")

@@ -85,7 +85,10 @@ class Builder:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
         values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        mode = torch._guards.detect_fake_mode([v for v in _leaves(values) if isinstance(v, torch.Tensor)])
+        tensors = [v for v in _leaves(values) if isinstance(v, torch.Tensor)]
+        if not tensors:     # a factory: the graph's own mode
+            tensors = [v for n in self.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)][:1]
+        mode = torch._guards.detect_fake_mode(tensors)
         with mode if mode is not None else torch.no_grad():
             node.meta["val"] = target(*values[0], **values[1])
         return node

@@ -11,13 +11,14 @@ Arithmetic is float64: roundings to bf16, fp16 and fp32 are skipped (they are re
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 import torch
 import torch.fx as fx
 
 from .contractions import Contraction, contraction
-from .moves import broadcast_index, ravel, sources, unravel
+from .moves import SPLITTING, broadcast_index, ravel, sources, unravel
 from .sizes import Sizes
 
 aten = torch.ops.aten
@@ -224,3 +225,20 @@ def operator_rules() -> dict:
     """Element rules by operator (in their own module, which needs this one)."""
     from .numeric_rules import RULES
     return RULES
+
+
+def evaluable(node: fx.Node, sizes: Sizes) -> bool:
+    """Whether the engine has a rule for a node (its inputs may still be unknown)."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        from .numeric_rules import TUPLE_RULES
+        parent = node.args[0]
+        return parent.target in TUPLE_RULES or parent.target in SPLITTING
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        from .numeric_rules import TUPLE_RULES
+        return node.target in TUPLE_RULES
+    if node.target in operator_rules() or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return True
+    zero = torch.zeros(1, dtype=torch.int64)
+    return (sizes.numel(node) > 0 and sources(node, zero, sizes) is not None) or contraction(node, sizes) is not None

@@ -217,8 +217,26 @@ def _linear_rule(sign: float, reverse: bool = False):
 
 
 def _mul_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
+    """A scalar factor (a number other than +-1, or a one-element tensor) of something without leaves stays inside an
+    atom: a scaled cos table is a table."""
     a, b = engine.operand(node, node.args[0], index), engine.operand(node, node.args[1], index)
-    return None if a is None or b is None else [_multiply(x, y) for x, y in zip(a, b)]
+    if a is None or b is None:
+        return None
+    if engine.leaves and any(_is_scale(engine, argument) for argument in node.args[:2]) and not any(
+            _has_leaf(value, engine.leaves) for value in (*a[:1], *b[:1])):
+        return None
+    return [_multiply(x, y) for x, y in zip(a, b)]
+
+
+def _is_scale(engine: Symbolic, argument: object) -> bool:
+    if isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor):
+        return engine.sizes.numel(argument) == 1
+    return abs(float(engine.sizes.number(argument))) != 1.0
+
+
+def _has_leaf(value: Value, leaves: frozenset[fx.Node]) -> bool:
+    polys = (value.re, value.im) if isinstance(value, Complex) else (value,)
+    return any(atom.node in leaves for poly in polys for monomial in poly.terms for atom in monomial)
 
 
 def _div_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:

@@ -10,6 +10,8 @@ power of two, as UE8M0 storage demands (DeepSeek-V4's configuration says ``"scal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -91,7 +93,7 @@ class FP8GroupedLinear(nn.Module):
     @classmethod
     def from_linear(cls, weight: Tensor, n_groups: int, scale_rule: str = "fp32") -> FP8GroupedLinear:
         """Quantise a stacked weight [G*R, K] of any float dtype."""
-        codes, scale = quantize_weight(weight.detach().unflatten(0, (n_groups, -1)), scale_rule)
+        codes, scale = quantize_weight(weight.detach().reshape(n_groups, -1, weight.shape[-1]), scale_rule)
         return cls(codes, scale, scale_rule)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,10 +123,10 @@ class FP8GroupedLinear(nn.Module):
         scale = self.weight_scale.repeat_interleave(BLOCK, 1)[:, :rows].repeat_interleave(BLOCK, 2)
         return values * scale
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8GroupedLinear:
         # model.to(dtype) casts every floating-point buffer; codes and scales follow the device only.
         weight, scale = self.weight, self.weight_scale
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.dtype != weight.dtype or self.weight_scale.dtype != scale.dtype:
             self.weight = weight.to(self.weight.device)
             self.weight_scale = scale.to(self.weight_scale.device)
@@ -151,7 +153,7 @@ def replace_grouped_linear(model: nn.Module, scale_rule: str = "ue8m0") -> list[
         if module.bias is not None:
             raise ValueError(f"replace_grouped_linear: {name} has a bias, which the FP8 form has not")
         parent, _, attribute = name.rpartition(".")
-        groups = int(module.n_groups)  # type: ignore[arg-type]
+        groups = int(module.n_groups)
         setattr(model.get_submodule(parent), attribute, FP8GroupedLinear.from_linear(module.weight, groups, scale_rule))
     return [name for name, _ in found]
 

@@ -50,25 +50,30 @@ def random_deepseek_v4(
 ) -> nn.Module:
     """A ``DeepseekV4ForCausalLM`` in eval mode.
 
-    size: a key of :data:`SIZES`. experts: transformers' experts implementation; ``"batched_mm"`` and ``"grouped_mm"``
-    trace into one graph, ``"eager"`` breaks it. overrides: fields of ``DeepseekV4Config``.
+    size: a key of :data:`SIZES`. device: ``"meta"`` gives the shapes without weights. experts: transformers' experts
+    implementation; ``"batched_mm"`` and ``"grouped_mm"`` trace into one graph, ``"eager"`` breaks it.
+    overrides: fields of ``DeepseekV4Config``.
 
     Weights are scaled by 1/sqrt(fan in), so that every block changes the residual stream visibly and an error in one
     layer shows in the logits; layers route by token id, as the first three of the real model do, so that rounding
     cannot send a token to another expert. Raises ImportError without transformers >= 5.8, KeyError for an unknown size.
     """
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    import transformers
 
+    new_config: Any = transformers.DeepseekV4Config
+    new_model: Any = transformers.DeepseekV4ForCausalLM
     settings = {**SIZES[size], **overrides}
     settings.setdefault("mlp_layer_types", ["hash_moe"] * len(layer_types))
-    config = DeepseekV4Config(
+    config = new_config(
         num_hidden_layers=len(layer_types),
         layer_types=list(layer_types),
         experts_implementation=experts,
         **settings,
     )
     with torch.device(device):
-        model = DeepseekV4ForCausalLM(config).eval()
+        model: nn.Module = new_model(config).eval()
+    if torch.device(device).type == "meta":
+        return _cast(model, dtype)          # shapes only
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

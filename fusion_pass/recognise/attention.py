@@ -12,30 +12,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.fx as fx
 
-from ..elements.moves import is_float_cast, sources
+from ..elements.moves import is_float_cast
 from ..elements.numeric import Unevaluated
 from ..elements.sizes import Sizes, Unsized
 from .attention_bindings import Binder, Binding
 from .attention_match import AttentionMatch, KeyPiece, Mask, Operand, OutputAxes
 from .attention_proof import depends_on
 from .attention_reference import Prover
-from .attention_sites import Explorer, Segment, Site, constant_only, dependents
+from .attention_sites import Explorer, Segment
 from .context import Context
-from .descent import Reach, is_pointwise, is_tensor
+from .descent import Reach, is_tensor
 from .merge import merges_partials, recognise_partials
 from .refusal import Refused
+from .region import dependents, unknown_inputs
 
 MAX_SINK_CANDIDATES = 4
 
 
-def recognise_attention(output: fx.Node, axes: OutputAxes, context: Context) -> AttentionMatch | Refused:
-    """The attention whose result (before the inverse rotation) lives in ``output`` at ``axes``, or why it is none."""
-    sizes = context.sizes[0]
+def recognise_attention(output: fx.Node, axes: OutputAxes, context: Context,
+                        sizes: Sizes | None = None) -> AttentionMatch | Refused:
+    """The attention whose result (before the inverse rotation) lives in ``output`` at ``axes``, or why it is none.
+
+    ``sizes`` is the assignment of the size symbols that ``axes`` are given for (default: the context's first)."""
+    sizes = sizes or context.sizes[0]
     try:
         explorer = Explorer(output, axes, sizes, context)
         result = _recognise(explorer, context)
@@ -58,17 +60,17 @@ def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused
     if opaque:
         node = opaque[0].node
         return Refused("fmha", f"the output also depends on {depends_on(node)}", node)
-    for node in (output, *(s.scores.node for s in segments)):
+    for node in (output, *(s.scores.lhs for s in segments)):
         if explorer.sizes.dtype(node) == torch.float64:
             return Refused("fmha", "computed in float64: the fused kernels accumulate in fp32", node)
     region = dependents(output, {s.scores.node for s in segments}, set(), context)
     binder = Binder(explorer, segments, region, context.constant)
     bindings = []
     for segment in segments:
-        binding = binder.bind(segment)
-        if isinstance(binding, Refused):
-            return binding
-        bindings.append(binding)
+        bound = _bind(explorer, binder, segment)
+        if isinstance(bound, Refused):
+            return bound
+        bindings.extend(bound)
     first = bindings[0]
     for other in bindings[1:]:
         if (other.query.node, other.query.offset, other.query.axes) != (
@@ -83,12 +85,11 @@ def _segments(explorer: Explorer) -> tuple[list[Segment], list[Reach]] | Refused
     """All segments of the attention, and what the output depends on linearly that is no attention."""
     segments: list[Segment] = []
     opaque: list[Reach] = []
-    refusals: list[Refused] = []
     work = [(reach, reach.path) for reach in explorer.terms()]
     while work:
         reach, path = work.pop(0)
         if len(reach.lanes) != explorer.axes.channels.size:
-            return Refused("fmha", "parts of the channels are computed apart", reach.node)
+            return Refused("fmha", "parts of the channels are computed apart", reach.node, silent=not segments)
         site = explorer.as_site(reach, path)
         if site is None:
             opaque.append(Reach(reach.node, reach.lanes, reach.index, path))
@@ -97,18 +98,38 @@ def _segments(explorer: Explorer) -> tuple[list[Segment], list[Reach]] | Refused
         if not len(keys):
             continue
         found = explorer.segments(site, keys)
-        if not isinstance(found, Refused):
+        if isinstance(found, Refused):
+            return found
+        if found is not None:
             segments.extend(found)
             continue
         inner = explorer.parts(site) if site.fused is None else None
-        if inner and all(r.node is not site.values.rhs or explorer.as_site(r, r.path) for r in inner):
+        if inner:
             work = [(r, r.path) for r in inner] + work
-            continue
-        refusals.append(found)
-        opaque.append(Reach(reach.node, reach.lanes, reach.index, path))
-    if refusals and (segments or len(opaque) == len(refusals)):
-        return refusals[0]
+        else:
+            opaque.append(Reach(reach.node, reach.lanes, reach.index, path))
     return segments, opaque
+
+
+def _bind(explorer: Explorer, binder: Binder, segment: Segment) -> list[Binding] | Refused:
+    """The segment bound as one, or else cut where its rows come from different nodes."""
+    whole = binder.bind(segment)
+    if not isinstance(whole, Refused):
+        return [whole]
+    parts = explorer.by_origin(segment.site, torch.arange(segment.start, segment.start + segment.count))
+    if len(parts) < 2:
+        return whole
+    bindings = []
+    for keys in parts:
+        found = explorer.segments(segment.site, keys)
+        if found is None or isinstance(found, Refused):
+            return whole
+        for part in found:
+            binding = binder.bind(part)
+            if isinstance(binding, Refused):
+                return binding
+            bindings.append(binding)
+    return bindings
 
 
 def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[Binding],
@@ -124,7 +145,7 @@ def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[
         result = prover.prove()
         context.counters["attention_proof"] += prover.visits
         if not isinstance(result, Refused):
-            return _match(explorer, bindings, region, *result)
+            return _match(explorer, context, bindings, region, *result)
         refusal = refusal or result
     return refusal
 
@@ -142,10 +163,11 @@ def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Bindin
         for operand in node.all_input_nodes:
             if operand in region or not is_tensor(operand) or (site is not None and operand is site.values.rhs):
                 continue
-            chain = _origins(operand, known, explorer.sizes)
-            if chain is None or constant_only(operand):
-                continue
-            chains.append(chain)
+            chains.extend(unknown_inputs(operand, known, explorer.sizes))
+    held = known | {b.query.node for b in bindings} | {b.piece.rows.node for b in bindings}
+    for binding in bindings:
+        for operand in (binding.segment.scores.lhs, binding.segment.scores.rhs):
+            chains.extend(unknown_inputs(operand, held, explorer.sizes))
     if not chains:
         return []
     origins = {chain[-1] for chain in chains}
@@ -157,34 +179,17 @@ def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Bindin
     return [node for node in common if node.meta["val"].dtype.is_floating_point]
 
 
-def _origins(node: fx.Node, known: set[fx.Node], sizes: Sizes) -> list[fx.Node] | None:
-    """``node`` and what it is a function of, as long as that is one non-constant tensor; None when a known leaf is
-    reached."""
-    chain = [node]
-    while chain[-1] not in known:
-        here = chain[-1]
-        moves = here.op == "call_function" and (is_pointwise(here) or _moves(here, sizes))
-        inputs = [n for n in here.all_input_nodes if is_tensor(n) and not constant_only(n)] if moves else []
-        if len(inputs) != 1:
-            return chain
-        chain.append(inputs[0])
-    return None
-
-
-def _moves(node: fx.Node, sizes: Sizes) -> bool:
-    return sizes.numel(node) > 0 and sources(node, torch.zeros(1, dtype=torch.int64), sizes) is not None
-
-
-def _match(explorer: Explorer, bindings: list[Binding], region: set[fx.Node], sink: Operand | None,
+def _match(explorer: Explorer, context: Context, bindings: list[Binding], region: set[fx.Node], sink: Operand | None,
            gate: tuple[Mask, ...]) -> AttentionMatch:
     first = bindings[0]
     roles = ("fmha", "kv_merge") if merges_partials([b.segment.site for b in bindings]) else ("fmha",)
     scale_node = None
     if first.scale_node is not None:
         scale_node = Operand(first.scale_node, 0, ())
+    pieces = sorted((b.piece for b in bindings), key=lambda p: (context.order(p.rows.node), p.rows.offset))
     return AttentionMatch(
         form="dense", axes=explorer.axes, output=explorer.output, roles=roles, q=first.query,
-        kv=tuple(coalesced([b.piece for b in bindings])), sink=sink, sink_gate=gate, scale=first.scale,
+        kv=tuple(coalesced(pieces)), sink=sink, sink_gate=gate, scale=first.scale,
         scale_node=scale_node, interior=frozenset(region),
         casts=tuple(n for n in region if is_float_cast(n) and narrows(n)))
 
@@ -232,7 +237,3 @@ def _joined_operand(first: Operand, second: Operand, keys: int) -> Operand | Non
     axes = list(first.axes)
     axes[keys] = type(a)(a.size + b.size, stride)
     return Operand(first.node, first.offset, tuple(axes))
-
-
-Constants = Callable[[fx.Node], object]
-__all__ = ["AttentionMatch", "OutputAxes", "Refused", "Site", "recognise_attention"]

@@ -14,9 +14,10 @@ from ..elements.layouts import Axis, row_major
 from ..elements.moves import broadcast_index
 from .attention_match import KeyPiece, Mask, Operand
 from .attention_proof import Neutral, check_product, depends_on
-from .attention_sites import Explorer, Segment, constant_only
+from .attention_sites import Explorer, Segment
 from .descent import Family, Reach, Step, Unfollowed, advance, fit, is_tensor, replay, tensor_operands
 from .refusal import Refused
+from .region import constant_only
 
 MAX_MASKS = 4
 Element = Callable[..., torch.Tensor]
@@ -85,9 +86,10 @@ class Binder:
         return element
 
     # -- operands ---------------------------------------------------------------------------------------------------
-    def fitted(self, ways: Sequence[Reach], element: Callable[[Reach], Element],
-               extents: list[int]) -> list[tuple[int, Family]]:
-        """The furthest way whose elements have plain strides, and the nearest."""
+    def fitted(self, ways: Sequence[Reach], element: Callable[[Reach], Element], extents: list[int],
+               shared: bool = False) -> list[tuple[int, Family]]:
+        """The furthest way whose elements have plain strides, and the nearest. ``shared``: preferably (and then only)
+        ways that do not change with the head."""
         found: list[tuple[int, Family]] = []
         for number, way in enumerate(ways):
             if found and number != len(ways) - 1:
@@ -95,6 +97,8 @@ class Binder:
             family = fit(element(way), extents)
             if family is not None:
                 found.append((number, family))
+                if shared and family.strides[self.tokens] and found[0][1].strides[self.tokens] == 0:
+                    found.pop()
         return found
 
     def _axes(self, node: fx.Node, strides: Sequence[int], own: Sequence[Axis], keys: int | None,
@@ -118,7 +122,7 @@ class Binder:
 
     def rows(self, segment: Segment) -> tuple[int, Operand] | Refused:
         extents = [*(a.size for a in self.axes.tokens), self.axes.heads.size, segment.count, self.axes.channels.size]
-        found = self.fitted(segment.value_rows, lambda way: self.row_element(segment, way), extents)
+        found = self.fitted(segment.value_rows, lambda way: self.row_element(segment, way), extents, True)
         node = segment.value_rows[0].node
         if not found:
             return Refused("fmha", f"the key rows in {node.name} have no regular layout", node)
@@ -128,6 +132,8 @@ class Binder:
             if head and self.axes.heads.size > 1:
                 return Refused("fmha", f"every head has its own keys in {node.name}", node)
             way = segment.value_rows[number]
+            if segment.rows[number].factor != segment.rows[found[0][0]].factor:
+                continue
             operands.append(Operand(way.node, family.offset, self._axes(
                 way.node, (*tokens, key, channel), self.axes.tokens, segment.count, True)))
         first = operands[0]
@@ -143,6 +149,8 @@ class Binder:
         own = (*self.axes.tokens, self.axes.heads)
         for number, family in found:
             way = segment.queries[number]
+            if way.factor != segment.queries[found[0][0]].factor:
+                continue        # already multiplied by what the scale counts
             operands.append(Operand(way.node, family.offset, self._axes(way.node, family.strides, own, None, True)))
         first = operands[0]
         return found[0][0], Operand(first.node, first.offset, first.axes, tuple(operands[1:]))
@@ -182,7 +190,7 @@ class Binder:
     def mask_operand(self, segment: Segment, side: Side) -> Operand | Refused | None:
         """A side input as an operand with the axes (tokens.., keys); None when it does not change with the key."""
         extents = [*(a.size for a in self.axes.tokens), self.axes.heads.size, segment.count]
-        found = self.fitted(side.ways, side.element, extents)
+        found = self.fitted(side.ways, side.element, extents, True)
         if not found:
             return Refused("fmha", f"{depends_on(side.leaf)} changes with token and key in an irregular way", side.leaf)
         operands = []
@@ -226,6 +234,7 @@ class Binder:
         if isinstance(found, Refused):
             return found
         masks, scale, scale_node = found
+        scale *= segment.rows[rows_at].factor * segment.queries[query_at].factor
         return Binding(segment, query_operand, query_at, KeyPiece(row_operand, masks), rows_at, scale, scale_node)
 
     def _check_product(self, segment: Segment, query_at: int, rows_at: int, query: Operand,

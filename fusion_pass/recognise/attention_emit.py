@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
@@ -59,10 +60,22 @@ class _Writer:
     def take(self, operand: Operand) -> fx.Node | None:
         """One dimension per axis; axes of stride 0 have size 1."""
         for candidate in (operand, *operand.fallbacks):
-            node = self.builder.take(candidate.node, candidate.offset, candidate.axes)
+            source = candidate.node
+            for cut in candidate.cuts:
+                end = sys.maxsize if cut.end is None else cut.end
+                source = self.builder.call(aten.slice.Tensor, source, cut.dim, cut.start, end)
+            axes = [replace(a, size_from=(source, a.size_from[1]))
+                    if a.size_from is not None and a.size_from[0] is candidate.node else a for a in candidate.axes]
+            node = self.builder.take(source, candidate.offset, axes)
             if node is not None:
                 return node
         return None
+
+    def length(self, node: fx.Node, dim: int) -> int | fx.Node:
+        """A dimension's size as an argument."""
+        dim %= len(node.meta["val"].shape)
+        size = node.meta["val"].shape[dim]
+        return size if isinstance(size, int) else self.builder.symbol(size, node, dim)
 
     def size(self, axes: Sequence[Axis]) -> int | fx.Node:
         """The product of the axes' sizes, as an argument."""
@@ -95,8 +108,7 @@ class _Writer:
         if len(self.batch) == 1 and len(self.rest) == 1:
             return node
         value = node.meta["val"]
-        shape = [value.shape[i] if isinstance(value.shape[i], int) else builder.call(aten.sym_size.int, node, i)
-                 for i in range(len(value.shape) - tail, len(value.shape))]
+        shape = [self.length(node, i) for i in range(len(value.shape) - tail, len(value.shape))]
         batch = 1 if batch_is_one else self.size(self.tokens(self.batch))
         rest = self.size(self.tokens(self.rest))
         return builder.view(node, [batch, rest, *shape])
@@ -115,7 +127,7 @@ class _Writer:
         if node is None:
             return None
         node = self.widened(node, piece.rows.axes, self.batch)
-        shape = [self.size(self.tokens(self.batch)), self.builder.size(piece.keys), self.match.axes.channels.size]
+        shape = [self.size(self.tokens(self.batch)), self.length(node, -2), self.match.axes.channels.size]
         if not self.batch:
             shape[0] = 1
         return self.builder.view(node, shape)
@@ -155,7 +167,7 @@ def emit_attention(match: AttentionMatch, builder: Builder) -> AttentionOperands
             return None
     mask = None
     if match.sink_gate or any(piece.masks for piece in match.kv):
-        mask = _emit_mask(match, writer)
+        mask = _emit_mask(match, writer, pieces)
         if mask is None:
             return None
     scale = match.scale
@@ -176,7 +188,7 @@ def emit_attention(match: AttentionMatch, builder: Builder) -> AttentionOperands
 NO_SINK_SHIFT = 1000.0
 
 
-def _emit_mask(match: AttentionMatch, writer: _Writer) -> fx.Node | None:
+def _emit_mask(match: AttentionMatch, writer: _Writer, rows: list[fx.Node]) -> fx.Node | None:
     builder = writer.builder
     tokens = len(match.axes.tokens)
     every = [mask for piece in match.kv for mask in piece.masks] + list(match.sink_gate)
@@ -184,7 +196,7 @@ def _emit_mask(match: AttentionMatch, writer: _Writer) -> fx.Node | None:
                   for i, axis in enumerate(mask.operand.axes[:tokens]) if i in writer.batch)
     additive = bool(match.sink_gate) or any(mask.kind == "add" for mask in every)
     parts: list[fx.Node] = []
-    for piece in match.kv:
+    for piece, keys in zip(match.kv, rows):
         part = None
         for mask in piece.masks:
             node = writer.mask(mask, batched)
@@ -196,7 +208,7 @@ def _emit_mask(match: AttentionMatch, writer: _Writer) -> fx.Node | None:
             else:
                 part = builder.call(aten.add.Tensor if additive else aten.bitwise_and.Tensor, part, node)
         if part is None:
-            part = _no_mask(match, writer, piece, batched, additive)
+            part = _no_mask(writer, keys, batched, additive)
         parts.append(part)
     if additive:
         dtype = parts[0].meta["val"].dtype
@@ -215,10 +227,8 @@ def _emit_mask(match: AttentionMatch, writer: _Writer) -> fx.Node | None:
 
 
 def _select(builder: Builder, keep: fx.Node, yes: float, no: float) -> fx.Node:
-    device = keep.meta["val"].device
-    return builder.call(aten.where.self, keep,
-                        builder.call(aten.full.default, [], yes, dtype=torch.float32, device=device),
-                        builder.call(aten.full.default, [], no, dtype=torch.float32, device=device))
+    every = builder.call(aten.full_like.default, keep, yes, dtype=torch.float32)
+    return builder.call(aten.masked_fill.Scalar, every, builder.call(aten.logical_not.default, keep), no)
 
 
 def _normalised(builder: Builder, mask: Mask, node: fx.Node, additive: bool) -> fx.Node:
@@ -229,10 +239,11 @@ def _normalised(builder: Builder, mask: Mask, node: fx.Node, additive: bool) -> 
     return _select(builder, keep, 0.0, float("-inf")) if additive else keep
 
 
-def _no_mask(match: AttentionMatch, writer: _Writer, piece: KeyPiece, batched: bool, additive: bool) -> fx.Node:
+def _no_mask(writer: _Writer, rows: fx.Node, batched: bool, additive: bool) -> fx.Node:
+    """The mask of keys that everybody sees; ``rows`` [B, n, D]."""
     batch = writer.size(writer.tokens(writer.batch)) if batched else 1
-    shape = [batch, writer.size(writer.tokens(writer.rest)), writer.builder.size(piece.keys)]
-    device = piece.rows.node.meta["val"].device
+    shape = [batch, writer.size(writer.tokens(writer.rest)), writer.length(rows, 1)]
+    device = rows.meta["val"].device
     if additive:
         return writer.builder.call(aten.full.default, shape, 0.0, dtype=torch.float32, device=device)
     return writer.builder.call(aten.full.default, shape, True, dtype=torch.bool, device=device)

@@ -30,14 +30,25 @@ class OutputAxes:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The slice ``start:end`` of a dimension (negative: from the end; None: to the end)."""
+
+    dim: int
+    start: int
+    end: int | None
+
+
+@dataclass(frozen=True)
 class Operand:
-    """A family of elements of ``node``. ``fallbacks``: the same elements in nodes further down, for when a view of
-    ``node`` cannot be written down."""
+    """A family of elements of ``node``, or of ``node`` cut to ``cuts`` first (offset and strides are those of the cut
+    value; needed where a part of a dimension of symbolic size is meant). ``fallbacks``: the same elements in nodes
+    further down, for when a view of ``node`` cannot be written down."""
 
     node: fx.Node
     offset: int
     axes: tuple[Axis, ...]
     fallbacks: tuple[Operand, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,8 +106,8 @@ class AttentionMatch:
 
     ``form``: "dense" (``q``, ``kv``, masks), or "partials" (only the merge is visible: ``partials``). ``gathered`` is
     set when a dense match may also be written with a pool and indices. ``sink`` has the axis (H); ``sink_gate`` (axes
-    of tokens) says for which tokens the sink counts, in the rare source that masks it. ``scale`` is multiplied by the
-    single element ``scale_node`` when the source's scale is a tensor (Python floats are, under ``dynamic=True``).
+    (tokens.., 1)) says for which tokens the sink counts, in the rare source that masks it. ``scale`` is multiplied by
+    the single element ``scale_node`` when the source's scale is a tensor (Python floats are, under ``dynamic=True``).
     ``interior``: the nodes that the replacement makes unnecessary unless others read them.
     ``casts``: the roundings inside.
     """

@@ -20,7 +20,7 @@ from ..elements.moves import broadcast_index
 from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
 from .attention_sites import Fused, Segment
-from .descent import LOG_SOFTMAX, SOFTMAX, Path, is_tensor, replay
+from .descent import LOG_SOFTMAX, SOFTMAX, Path, is_tensor, number_factors, replay
 
 aten = torch.ops.aten
 _ZERO_STATISTICS = {aten.amax.default, aten.amin.default, aten.max.dim, aten.max.default, aten.logsumexp.default,
@@ -30,19 +30,14 @@ _UNIT_STATISTICS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim}
 
 @dataclass(frozen=True)
 class Product:
-    """A query-key product: from its operands to the nodes ``query`` and ``rows`` that hold queries and key rows.
-    ``spread`` scales the random scores; ``lanes`` channels are the product's own, further ones are evaluated."""
+    """A query-key product: from its operands to the nodes that hold queries and key rows. ``rows`` maps the latter to
+    the factor that queries and rows were multiplied by on the way; ``lanes`` channels are the product's own, further
+    ones are evaluated."""
 
     scores: Contraction
-    query: fx.Node
     query_path: Path
-    rows: fx.Node
+    rows: dict[fx.Node, float]
     lanes: int
-
-
-def product_of(segment: Segment, query_at: int, rows_at: int, lanes: int) -> Product:
-    query = segment.queries[query_at]
-    return Product(segment.scores, query.node, query.path, segment.rows[rows_at].node, lanes)
 
 
 def raw_score(seed: int, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -79,12 +74,15 @@ class Scored(Numeric):
         first = torch.zeros_like(index)
         result = torch.zeros(len(index), dtype=torch.float64)
         plain = torch.ones(len(index), dtype=torch.bool)
-        for origin in self.follower.follow(found.rhs, found.rhs_at(index, first), frozenset([product.rows])).origins:
-            if origin.node is not product.rows:
+        trace = self.follower.follow(found.rhs, found.rhs_at(index, first), frozenset(product.rows),
+                                     number_factors(self.sizes))
+        for origin in trace.origins:
+            if origin.node not in product.rows:
                 continue
             lanes = origin.lanes
             query = replay(product.query_path, found.lhs_at(index[lanes], first[lanes]), self.sizes)
-            result[lanes] = self.spread * raw_score(_seed(product.rows), query, origin.index)
+            factor = self.spread * product.rows[origin.node]
+            result[lanes] = factor * raw_score(_seed(origin.node), query, origin.index)
             plain[lanes] = False
             if found.extent > product.lanes:
                 result[lanes] += self._sum(found, index[lanes], torch.arange(product.lanes, found.extent))

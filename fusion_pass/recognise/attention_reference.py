@@ -8,11 +8,10 @@ import torch
 import torch.fx as fx
 
 from ..elements.layouts import Axis
-from ..elements.moves import unravel
-from ..elements.numeric import Leaf, random_leaf
+from ..elements.numeric import Leaf
 from .attention_bindings import Binder, Binding
 from .attention_match import Mask, Operand
-from .attention_proof import Scored, _seed, depends_on, mask_leaf, node_leaf, product_of, raw_score
+from .attention_proof import Product, Scored, _seed, depends_on, mask_leaf, node_leaf, raw_score
 from .attention_sites import Explorer
 from .refusal import Refused
 
@@ -50,8 +49,13 @@ class Prover:
 
     def engine(self, leaves: dict[fx.Node, Leaf]) -> Scored:
         channels = self.axes.channels.size
-        products = {b.segment.scores.node: product_of(b.segment, b.query_at, b.rows_at, channels)
-                    for b in self.bindings}
+        products: dict[fx.Node, Product] = {}
+        for binding in self.bindings:
+            query, rows = binding.segment.queries[binding.query_at], binding.segment.rows[binding.rows_at]
+            node = binding.segment.scores.node
+            if node not in products:
+                products[node] = Product(binding.segment.scores, query.path, {}, channels)
+            products[node].rows[rows.node] = query.factor * rows.factor
         fused = {b.segment.site.fused.node: b.segment.site.fused for b in self.bindings
                  if b.segment.site.fused is not None}
         return Scored(self.sizes, leaves, self.constants, products, fused, self.spread)
@@ -78,32 +82,33 @@ class Prover:
             asked.append(index)
             return leaf(index)
 
+        def read(last: bool, heads: list[int]) -> list[int]:
+            """Elements that the outputs of some heads at the first or last token read."""
+            asked.clear()
+            count = len(heads)
+            coordinates = [torch.full((count,), a.size - 1 if last else 0) for a in self.axes.tokens]
+            index = self.explorer.output_index(*coordinates, torch.tensor(heads), torch.zeros(count, dtype=torch.int64))
+            engine = self.engine({**leaves, self.sink: record})
+            engine.values(self.explorer.output, index)
+            self.visits += engine.visits
+            return torch.unique(torch.cat(asked)).tolist() if asked else []
+
         heads = self.axes.heads.size
-        found: list[int] = []
-        probes = sorted({0, 1 % heads, heads - 1})
-        for last in (False, True):
-            for head in probes:
-                asked.clear()
-                coordinates = [torch.tensor([a.size - 1 if last else 0]) for a in self.axes.tokens]
-                index = self.explorer.output_index(*coordinates, torch.tensor([head]), torch.tensor([0]))
-                engine = self.engine({**leaves, self.sink: record})
-                engine.values(self.explorer.output, index)
-                self.visits += engine.visits
-                read = torch.unique(torch.cat(asked)) if asked else torch.zeros(0)
-                if len(read) != 1:
-                    return Refused("fmha", f"depends on {len(read)} elements of {depends_on(self.sink)} per head",
-                                   self.sink)
-                found.append(int(read[0]))
-        first, second = found[:len(probes)], found[len(probes):]
-        if first != second:
-            return Refused("fmha", f"{depends_on(self.sink)} changes with the token: it is no sink", self.sink)
-        stride = first[1] - first[0] if heads > 1 else 0
-        if heads > 1 and (stride == 0 or first[-1] != first[0] + (heads - 1) * stride):
+        first = read(False, [0])
+        second = read(False, [1]) if heads > 1 else first
+        if len(first) != 1 or len(second) != 1:
+            return Refused("fmha", f"depends on {max(len(first), len(second))} elements of {depends_on(self.sink)} "
+                                   "per head", self.sink)
+        stride = second[0] - first[0]
+        if heads > 1 and stride == 0:
             return Refused("fmha", f"{depends_on(self.sink)} is not one sink per head", self.sink)
+        if set(read(True, [0, heads - 1])) != {first[0], first[0] + (heads - 1) * stride}:
+            return Refused("fmha", f"{depends_on(self.sink)} changes with the token, or not evenly with the head: it "
+                                   "is no sink", self.sink)
         return Operand(self.sink, first[0], (Axis(heads, stride, self.axes.heads.size_from),))
 
     def gate(self) -> tuple[Mask, ...]:
-        """The masks that also cover a key that only carries the sink (an extra row), with the axes (tokens..)."""
+        """The masks that also cover a key that only carries the sink (an extra row), with the axes (tokens.., 1)."""
         masks: list[Mask] = []
         for binding in self.bindings:
             site = binding.segment.site
@@ -124,7 +129,7 @@ class Prover:
         room = min((a.stride for a in spare), default=self.sizes.numel(mask.operand.node))
         if keys.stride == 0 or key - binding.segment.start >= room // keys.stride:
             return None
-        return Operand(mask.operand.node, offset, mask.operand.axes[:-1])
+        return Operand(mask.operand.node, offset, (*mask.operand.axes[:-1], Axis(1, 0)))
 
     def prove(self) -> tuple[Operand | None, tuple[Mask, ...]] | Refused:
         """(sink, gate) when the graph agrees with the formula; else the first differing element."""
@@ -175,6 +180,7 @@ class Prover:
             keys = torch.arange(binding.segment.count)
             query = _at(binding.query, [*(t[:, None] for t in tokens), head[:, None]])
             row = _at(binding.piece.rows, [*(t[:, None] for t in tokens), keys[None, :]])
+            row = row.expand(len(head), len(keys))
             score = self.spread * raw_score(_seed(binding.piece.rows.node),
                                             query.expand_as(row).flatten(), row.flatten()).view(row.shape)
             logit = self.scale * score
@@ -208,5 +214,3 @@ def _masked(logit: torch.Tensor, mask: Mask, leaf: Leaf, at: torch.Tensor) -> to
         return logit + mask.coefficient * value
     return logit.masked_fill(~value if mask.kind == "keep" else value, -torch.inf)
 
-
-__all__ = ["Prover", "random_leaf", "unravel"]

@@ -17,7 +17,7 @@ from ..elements.follow import Follower
 from ..elements.sizes import Sizes
 from .attention_match import OutputAxes
 from .context import Context
-from .descent import Descent, Path, Reach, Step, as_contraction, is_tensor, replay, varies
+from .descent import Descent, Path, Reach, Step, as_contraction, replay, varies
 from .refusal import Refused
 
 aten = torch.ops.aten
@@ -180,14 +180,27 @@ class Explorer:
             zero &= lanes.view(index.shape).all(0)
         return zero
 
-    def segments(self, site: Site, keys: torch.Tensor) -> list[Segment] | Refused:
-        """The segments of a site over its ``keys`` (increasing), or why there are none."""
+    def by_origin(self, site: Site, keys: torch.Tensor) -> list[torch.Tensor]:
+        """``keys`` cut where their value rows come from another node (parts of a cat, say)."""
+        at = replay(site.path, self.output_index(*[c[:1] for c in self.base()]), self.sizes)
+        trace = self.follower.follow(site.values.rhs, site.values.rhs_at(at[:1].expand(len(keys)), keys))
+        origin = torch.zeros(len(keys), dtype=torch.int64)
+        for number, end in enumerate(trace.origins):
+            origin[end.lanes] = number
+        cuts = ((origin[1:] != origin[:-1]) | (keys[1:] != keys[:-1] + 1)).nonzero().flatten() + 1
+        return list(torch.tensor_split(keys, cuts))
+
+    def segments(self, site: Site, keys: torch.Tensor) -> list[Segment] | Refused | None:
+        """The segments of a site over its ``keys`` (increasing); None when its weights come from no query-key product
+        at all, a refusal when they come from something that only looks like one."""
         at = replay(site.path, self.output_index(*[c[:1] for c in self.base()]), self.sizes)
         weights = site.values.lhs_at(at[:1].expand(len(keys)), keys)
         if site.fused is not None:
             reached = [Reach(site.node, torch.arange(len(keys)), weights, ())]
         else:
             reached = self.descent.scores(site.values.lhs, weights, self.is_score)
+        if not reached:
+            return None
         covered = torch.zeros(len(keys), dtype=torch.int64)
         segments = []
         for reach in reached:
@@ -218,49 +231,14 @@ class Explorer:
         failed = None
         for product in (scores, scores.swapped()):
             index = product.rhs_at(reach.index[:, None], ends[None, :]).flatten()
-            rows = self.descent.chain(product.rhs, index)
+            rows = self.descent.chain(product.rhs, index, scaled=True)
             pairs = [(v, r) for r in reversed(rows) for v in values if v.node is r.node
                      and bool((v.index == r.index).all())]
             if pairs:
                 queries = self.descent.chain(product.lhs, product.lhs_at(
-                    reach.index[:1, None], torch.arange(channels)[None, :]).flatten())
+                    reach.index[:1, None], torch.arange(channels)[None, :]).flatten(), scaled=True)
                 return Segment(site, int(keys[0]), len(keys), reach.path, product, tuple(reversed(queries)),
                                tuple(r for _, r in pairs), tuple(v for v, _ in pairs))
             failed = failed or rows[-1].node
         return Refused("fmha", f"values come from {values[-1].node.name}, keys from {failed.name}: they are not the "
                                "same rows", site.node)
-
-
-def dependents(output: fx.Node, targets: set[fx.Node], cut: set[fx.Node], context: Context) -> set[fx.Node]:
-    """The nodes between ``targets`` and ``output`` (both included): whatever depends on a target. Nothing is looked
-    for behind a target or a node of ``cut``."""
-    first = min(context.order(t) for t in targets)
-    region, work = set(), [output]
-    while work:
-        node = work.pop()
-        if node in region:
-            continue
-        region.add(node)
-        if node not in targets and node not in cut:
-            work.extend(n for n in node.all_input_nodes if context.order(n) >= first)
-    result = set(targets) & region
-    for node in sorted(region, key=context.order):
-        if node not in targets and node not in cut and any(n in result for n in node.all_input_nodes):
-            result.add(node)
-    return result
-
-
-def constant_only(node: fx.Node, limit: int = 200) -> bool:
-    """Whether a value depends on no graph input (sizes apart)."""
-    seen, work = set(), [node]
-    while work:
-        here = work.pop()
-        if here in seen or not is_tensor(here):
-            continue
-        seen.add(here)
-        if here.op == "placeholder" or len(seen) > limit:
-            return False
-        if here.target in (aten.rand.default, aten.rand_like.default, aten.bernoulli.p, aten.native_dropout.default):
-            return False
-        work.extend(here.all_input_nodes)
-    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.fx as fx
@@ -14,55 +14,43 @@ from ..elements.numeric import Unevaluated
 from ..elements.sizes import Sizes, Unsized
 from .anchors import Anchor, find_anchors, way_back
 from .attention_match import AttentionMatch, OutputAxes
+from .attention_sizes import agreed
+from .chain_types import Chain, Findings
 from .context import Context
-from .projection import Fp8Weight, Grouping, recognise_fp8_weight, recognise_grouping
-from .quant_path import FP8, Cones, QuantPath, dtype_of
-from .quantisation import Quantisation, recognise_quantisation
+from .projection import recognise_fp8_weight, recognise_grouping
+from .quant_path import CONTRACTIONS, FP8, Cones, QuantPath, dtype_of
+from .quantisation import recognise_quantisation
 from .refusal import Refused
 from .rotation import Rotation, Structure, read_structure, recognise_rotation
+from .transfer import cone_signature, transfer
+
+aten = torch.ops.aten
 
 
-@dataclass
-class Chain:
-    """One attention output with its rotation, and the contractions that read it.
-
-    ``rotation.node`` is the node that the replacement produces (with the quantisation folded in when there is one).
-    ``attention`` is None when the attention is opaque or refused (then ``attention_refused`` says why).
-    """
-
-    anchors: list[Anchor]
-    rotation: Rotation
-    grouping: Grouping
-    quantisation: Quantisation | None = None
-    weight: Fp8Weight | None = None
-    attention: AttentionMatch | None = None
-    attention_refused: Refused | None = None
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        roles = list(self.attention.roles) if self.attention is not None else []
-        roles.append("inverse_rope")
-        if self.quantisation is not None:
-            roles.append("fp8_quant")
-        return (*roles, "bgemm")
-
-    @property
-    def output_axes(self) -> OutputAxes:
-        return output_axes(self.rotation, self.grouping)
+PATIENCE = 2            # refused nodes on one way back before the anchor is given up: deeper ones differ in layout only
+SOFTMAX = {aten.exp.default, aten.exp2.default, aten._softmax.default, aten.softmax.int, aten._safe_softmax.default,
+           aten.sigmoid.default, aten.logsumexp.default}
+NORMALISATION = {aten.rsqrt.default, aten.mean.dim, aten.embedding.default}
 
 
-@dataclass
-class Findings:
-    chains: list[Chain] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-    visits: int = 0
-
-
-def output_axes(rotation: Rotation, grouping: Grouping) -> OutputAxes:
-    """The attention output's axes in the rotation's source."""
-    return OutputAxes(tuple(Axis(a.size, a.source, a.size_from) for a in grouping.tokens),
-                      Axis(grouping.heads, grouping.head_stride),
-                      Axis(rotation.head_dim, rotation.channel_stride), rotation.offset)
+def behind_softmax(node: fx.Node, limit: int = 96) -> bool:
+    """Might ``node`` be an attention output? Looks for an exponential behind it, through at most one contraction and
+    no further than a normalisation. Cheap and generous: it only saves proofs that must fail."""
+    queue, seen = [(node, 0)], {node}
+    for here, depth in queue:
+        if here.op != "call_function" or here.target in NORMALISATION:
+            continue
+        name = getattr(here.target, "__name__", "")
+        if here.target in SOFTMAX or "scaled_dot_product" in name or "attention" in name:
+            return True
+        depth += here.target in CONTRACTIONS
+        if depth > 1 or len(queue) > limit:
+            continue
+        for operand in here.all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                queue.append((operand, depth))
+    return False
 
 
 @dataclass
@@ -84,32 +72,61 @@ class ChainFinder:
 
     def find(self) -> Findings:
         findings = Findings()
-        by_source: dict[fx.Node, list[tuple[Anchor, list[_Candidate]]]] = {}
-        for anchor in find_anchors(self.context.module.graph, self.sizes):
-            candidates = self._best_candidate(anchor)
-            if candidates:
-                by_source.setdefault(candidates[0].structure.source, []).append((anchor, candidates))
-        for group in by_source.values():
-            for found in self._chains(group):
+        proven: list[Chain] = []
+        given_up: set[int] = set()
+        by_source: dict[fx.Node, list[tuple[Anchor, _Candidate]]] = {}
+        waiting: list[tuple[Anchor, _Candidate]] = []
+
+        def settle() -> None:
+            """Finish the anchors whose outputs are complete, so that later layers can be recognised by them."""
+            for found in self._chains(by_source):
                 if isinstance(found, Chain):
                     findings.chains.append(found)
+                    proven.append(found)
+                elif found.silent:
+                    given_up.update(cone_signature(a.operand) for a, _ in waiting)
                 else:
                     findings.refused.append(found)
+            by_source.clear()
+            waiting.clear()
+
+        for anchor in find_anchors(self.context.module.graph, self.sizes):
+            moved = next((m for m in (transfer(chain, anchor) for chain in proven) if m is not None), None)
+            if moved is not None:
+                findings.chains.append(moved)
+                self.follower.visits += len(moved.attention.interior) if moved.attention is not None else 16
+                continue
+            if cone_signature(anchor.operand) in given_up:
+                continue
+            candidate = self._best_candidate(anchor)
+            if candidate is None:
+                given_up.add(cone_signature(anchor.operand))
+                continue
+            source = candidate.structure.source
+            if by_source and source not in by_source:
+                settle()
+            by_source.setdefault(source, []).append((anchor, candidate))
+            waiting.append((anchor, candidate))
+        settle()
         findings.visits = self.follower.visits + self.cones.visits
         return findings
 
-    def _best_candidate(self, anchor: Anchor) -> list[_Candidate]:
+    def _best_candidate(self, anchor: Anchor) -> _Candidate | None:
         """The nearest node that holds a proven rotation, else the nearest that holds partly changed heads."""
-        first = None
+        refused: list[_Candidate] = []
         for candidate in self._candidates_of(anchor):
             if isinstance(candidate.rotation, Rotation):
-                return [candidate]
-            first = first or candidate
-        return [first] if first is not None else []
+                return candidate
+            refused.append(candidate)
+            if len(refused) == PATIENCE:
+                break
+        return refused[0] if refused else None
 
     def _candidates_of(self, anchor: Anchor) -> Iterator[_Candidate]:
         """Nodes on the operand's way back that hold partly changed heads, nearest to the contraction first."""
         for node in way_back(anchor.operand, self.sizes, QuantPath(self.sizes, self.cones)):
+            if node in self.context.fixed:
+                continue
             if node not in self._candidates:
                 self._candidates[node] = self._candidate(node)
             if self._candidates[node] is not None:
@@ -128,22 +145,21 @@ class ChainFinder:
         except (Unsized, Unevaluated):
             return None
 
-    def _chains(self, group: list[tuple[Anchor, list[_Candidate]]]) -> Iterator[Chain | Refused]:
-        chosen = self._common(group)
-        for candidate, anchors in chosen:
-            yield self._chain(candidate, anchors)
+    def _chains(self, by_source: dict[fx.Node, list[tuple[Anchor, _Candidate]]]) -> Iterator[Chain | Refused]:
+        for group in by_source.values():
+            for candidate, anchors in self._common(group):
+                yield self._chain(candidate, anchors)
 
-    def _common(self, group: list[tuple[Anchor, list[_Candidate]]]) -> list[tuple[_Candidate, list[Anchor]]]:
+    def _common(self, group: list[tuple[Anchor, _Candidate]]) -> list[tuple[_Candidate, list[Anchor]]]:
         """One contraction: the node nearest to it. Several readers of one output: the node they all come from."""
         if len(group) == 1:
-            anchor, candidates = group[0]
-            return [(candidates[0], [anchor])]
-        group = [(anchor, list(self._candidates_of(anchor))) for anchor, _ in group]
-        shared = [c for c in group[0][1] if all(c in candidates for _, candidates in group[1:])]
+            return [(group[0][1], [group[0][0]])]
+        every = [(anchor, list(self._candidates_of(anchor))) for anchor, _ in group]
+        shared = [c for c in every[0][1] if all(c in candidates for _, candidates in every[1:])]
         good = [c for c in shared if isinstance(c.rotation, Rotation)]
         if good or shared:
             return [((good or shared)[0], [anchor for anchor, _ in group])]
-        return [(candidates[0], [anchor]) for anchor, candidates in group]
+        return [(candidate, [anchor]) for anchor, candidate in group]
 
     def _chain(self, candidate: _Candidate, anchors: list[Anchor]) -> Chain | Refused:
         rotation = candidate.rotation
@@ -195,7 +211,7 @@ class ChainFinder:
     def _recognise_attention(self, source: fx.Node, axes: OutputAxes) -> AttentionMatch | Refused:
         from .attention import recognise_attention
         try:
-            return recognise_attention(source, axes, self.context)
+            return recognise_attention(source, axes, self.context, self.sizes)
         except (Unsized, Unevaluated) as error:
             return Refused("fmha", str(error), source)
 
@@ -210,14 +226,35 @@ class ChainFinder:
                           structure.offset)
 
     def _attention(self, axes: OutputAxes | None, source: fx.Node) -> AttentionMatch | None:
-        if axes is None or source.op != "call_function":
+        if axes is None or source.op != "call_function" or not behind_softmax(source):
             return None
         found = self._recognise_attention(source, axes)
         return found if isinstance(found, AttentionMatch) else None
 
 
-def find_chains(module: fx.GraphModule) -> Findings:
-    """All chains of a functional ATen graph, and what nearly was one."""
-    context = Context.of(module)
-    with torch.no_grad():
-        return ChainFinder(context, context.sizes[0]).find()
+def find_chains(context: Context) -> Findings:
+    """The chains of a graph. With symbolic sizes a chain must also hold, as the same chain, for sizes other than the
+    example's."""
+    findings = ChainFinder(context, context.sizes[0]).find()
+    for sizes in context.sizes[1:]:
+        if not findings.chains:
+            break
+        again = ChainFinder(context, sizes).find()
+        findings.visits += again.visits
+        others = {chain.anchors[0].node: chain for chain in again.chains}
+        kept = []
+        for chain in findings.chains:
+            other = others.get(chain.anchors[0].node)
+            if other is not None and other.signature() == chain.signature():
+                if chain.attention is not None and other.attention is not None:
+                    both = agreed(chain.attention, other.attention, context.sizes[0], sizes)
+                    if isinstance(both, Refused):
+                        chain.attention, chain.attention_refused = None, both
+                    else:
+                        chain.attention = both
+                kept.append(chain)
+            else:
+                findings.refused.append(Refused(
+                    "bgemm", "the chain holds for the example's sizes but not for others", chain.anchors[0].node))
+        findings.chains = kept
+    return findings

@@ -17,11 +17,13 @@ class Context:
 
     ``sizes`` are the assignments of the size symbols that a finding must hold for, the user's example first (a graph
     without symbols has one). ``counters`` counts node visits by recogniser: tests bound the pass's cost by them.
+    ``fixed`` nodes belong to an op that stays as it is: they are looked through, and nothing is replaced among them.
     """
 
     module: fx.GraphModule
     sizes: list[Sizes]
     counters: Counter[str] = field(default_factory=Counter)
+    fixed: frozenset[fx.Node] = frozenset()
     _order: dict[fx.Node, int] = field(default_factory=dict)
 
     @staticmethod

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from ..elements.contractions import Contraction, contraction
 from ..elements.layouts import probe, radix
-from ..elements.moves import broadcast_index, ravel, sources, unravel
+from ..elements.moves import Piece, broadcast_index, ravel, sources, unravel
 from ..elements.sizes import Sizes
 
 aten = torch.ops.aten
@@ -127,12 +127,14 @@ def tensor_operands(node: fx.Node) -> list[tuple[fx.Node, str]]:
 
 @dataclass(frozen=True)
 class Reach:
-    """``index`` [L] of ``node`` is what the asked elements ``lanes`` [L] come to along ``path``."""
+    """``index`` [L] of ``node`` is what the asked elements ``lanes`` [L] come to along ``path``. They are ``factor``
+    times those elements."""
 
     node: fx.Node
     lanes: torch.Tensor
     index: torch.Tensor
     path: Path
+    factor: float = 1.0
 
 
 class Descent:
@@ -218,18 +220,51 @@ class Descent:
             return None
         return [(a, "point", 0) for a in varying]
 
-    def chain(self, node: fx.Node, index: torch.Tensor) -> list[Reach]:
-        """``node`` and the nodes that its elements come from through moves, as long as all come from one node."""
+    def chain(self, node: fx.Node, index: torch.Tensor, scaled: bool = False) -> list[Reach]:
+        """``node`` and the nodes that its elements come from through moves, as long as all come from one node; with
+        ``scaled``, also through multiplications by numbers."""
         every = torch.arange(len(index))
         result = [Reach(node, every, index, ())]
         while True:
             last = result[-1]
             moved = self._moved(last.node, last.index)
             self.visits += 1
+            if moved is None and scaled and (found := number_factor(last.node, self.sizes)) is not None:
+                operand, factor = found
+                step = Step(last.node, operand, "point")
+                result.append(Reach(operand, every, advance(step, last.index, self.sizes), (*last.path, step),
+                                    last.factor * factor))
+                continue
             if moved is None or len(moved) != 1 or len(moved[0][1]) != len(index):
                 return result
             operand, _, inner = moved[0]
-            result.append(Reach(operand, every, inner, (*last.path, Step(last.node, operand, "move"))))
+            result.append(Reach(operand, every, inner, (*last.path, Step(last.node, operand, "move")), last.factor))
+
+
+def number_factor(node: fx.Node, sizes: Sizes) -> tuple[fx.Node, float] | None:
+    """(operand, factor) when ``node`` is a tensor times, or divided by, a number."""
+    if node.op != "call_function" or node.target not in _PRODUCTS:
+        return None
+    a, b = node.args[:2]
+    if is_tensor(a) and not is_tensor(b):
+        number = float(sizes.number(b))
+        if node.target in _QUOTIENTS:
+            return (a, 1.0 / number) if number and len(node.args) == 2 else None
+        return (a, number) if number else None
+    if is_tensor(b) and not is_tensor(a) and node.target not in _QUOTIENTS:
+        number = float(sizes.number(a))
+        return (b, number) if number else None
+    return None
+
+
+def number_factors(sizes: Sizes) -> Callable[[fx.Node, torch.Tensor], list[Piece] | None]:
+    """For ``Follower.follow``: lets elements pass through multiplications by numbers."""
+    def through(node: fx.Node, index: torch.Tensor) -> list[Piece] | None:
+        found = number_factor(node, sizes)
+        if found is None:
+            return None
+        return [Piece(found[0], broadcast_index(index, sizes.shape(node), sizes.shape(found[0])))]
+    return through
 
 
 def varies(index: torch.Tensor) -> bool:

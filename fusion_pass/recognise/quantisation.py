@@ -24,12 +24,13 @@ from ..elements.follow import Follower
 from ..elements.moves import CASTS
 from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
+from ..patterns.fp8_quant import E4M3_MAX, block_scale
+from ..patterns.inverse_rope import inverse_rope
 from .quant_path import FP8, QuantPath, dtype_of
 from .refusal import Refused
 from .rotation import Rotation
 
 aten = torch.ops.aten
-E4M3_MAX = 448.0
 BLOCKS = (128, 32)
 MAGNITUDES = (1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
 
@@ -69,9 +70,7 @@ def rotated(rotation: Rotation, outer: torch.Tensor, source: Callable, tables: C
         at = table.offset + (outer * table_strides).sum(1)[:, None] + pairs * table.pair
         values.append(tables(table, at.flatten()).view(len(outer), -1))
     cos, sin = values
-    even, odd = x[:, rotation.rope_start::2], x[:, rotation.rope_start + 1::2]
-    turned = torch.stack([even * cos + odd * sin, odd * cos - even * sin], -1).flatten(1)
-    return torch.cat([x[:, :rotation.rope_start], turned], 1)
+    return inverse_rope(x.unsqueeze(1), cos, sin).squeeze(1)
 
 
 def table_values(engine: Numeric) -> Callable:
@@ -139,7 +138,7 @@ def _values(rotation: Rotation, sizes: Sizes, constants: Callable | None, magnit
 
 def _quantised(x: torch.Tensor, block: int, rule: str, floor: float, codes_only: bool) -> torch.Tensor:
     blocks = x.view(len(x), -1, block)
-    scale = reference_scale(blocks.abs().amax(-1, keepdim=True), floor, rule)
+    scale = block_scale(blocks.abs().amax(-1, keepdim=True), rule, floor)
     codes = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float32).to(torch.float8_e4m3fn).to(torch.float64)
     return (codes if codes_only else codes * scale).view(x.shape)
 
@@ -160,15 +159,6 @@ def _explain(x: torch.Tensor, found: torch.Tensor, forms: list[tuple[str, int]],
             f"{want[row, channel]:.6g} (blocks of {block}, scale = "
             f"{'amax/448' if rule == 'fp32' else 'power of two above amax/448'}); neither that nor the other "
             "scale rule or block of 32 gives the source's values")
-
-
-def reference_scale(amax: torch.Tensor, floor: float, rule: str) -> torch.Tensor:
-    """The scale of blocks with the given largest absolute values."""
-    scale = amax.clamp_min(floor) / E4M3_MAX
-    if rule == "fp32":
-        return scale
-    mantissa, exponent = torch.frexp(scale.to(torch.float32).to(torch.float64))
-    return torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
 
 
 def _outer_samples(rotation: Rotation) -> torch.Tensor:

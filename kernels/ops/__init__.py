@@ -6,7 +6,7 @@ strides, and the pure-torch reference as its implementation wherever no kernel a
 kernel a call would run, and why.
 """
 
-from . import attention, bgemm, gathered, merge, paged, rope
+from . import attention, bgemm, contract_ops, gathered, merge, paged, rope
 from .dispatch import Launcher, explain, register_launcher
 from .registry import SPECS
 
@@ -15,6 +15,7 @@ __all__ = [
     "Launcher",
     "attention",
     "bgemm",
+    "contract_ops",
     "explain",
     "gathered",
     "merge",

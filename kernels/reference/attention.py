@@ -79,7 +79,7 @@ def attention(
     causal: bool = False,
     window: int = 0,
 ) -> Tensor:
-    """Softmax attention with sink; see :func:`fusion_pass.kernels.ops.attention` for shapes.
+    """Softmax attention with sink; shapes as in :mod:`fusion_pass.kernels.ops.attention`.
 
     With ``p[n] = exp(scale * q.kv[n] + mask[n] - m)``: ``out = sum_n p[n] kv[n] / (sum_n p[n] + exp(sink - m))``.
     """

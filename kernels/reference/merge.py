@@ -50,7 +50,7 @@ def merge_partials(
     return_stats: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge ``partials`` [P, T, H, D]; see :func:`fusion_pass.kernels.ops.merge_partials`.
+    """Merge ``partials`` [P, T, H, D]; shapes as in :mod:`fusion_pass.kernels.ops.merge`.
 
     ``kv_split`` only changes the order of summation in a kernel; the reference ignores it.
     """

@@ -78,6 +78,7 @@ def _attend(
             listed = tl.where(second, extra_index_ptr, index_ptr)
             row = tl.load(listed + n, mask=n < tl.where(second, extra_last, last), other=-1)
             visible = (row >= 0) & (row < rows)
+            row = row.to(tl.int32)  # 64-bit indices, once checked, need not stay in registers
             offset = row.to(tl.int64) * tl.where(second, EXTRA_STRIDE, KV_STRIDE)
         else:
             visible = (n >= first) & (n < last)
@@ -85,6 +86,7 @@ def _attend(
             if INDEXED:
                 row = tl.load(index_ptr + n, mask=visible, other=-1)
                 visible = (row >= 0) & (row < rows)
+                row = row.to(tl.int32)
             offset = row.to(tl.int64) * KV_STRIDE
         kv = tl.load(base + offset[:, None] + channel[None, :], mask=visible[:, None], other=0.0)
         keys = dot_operand(kv)

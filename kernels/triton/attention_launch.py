@@ -78,7 +78,7 @@ def refuses(q: Tensor, *tables: Tensor | None, quant_block: int | None = None) -
         return f"head_dim {q.shape[-1]} is not one of {HEAD_DIMS}"
     if quant_block is not None and quant_block & (quant_block - 1):
         return f"quantisation block {quant_block} is not a power of two"
-    if not interpreted() and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0):
         return "compute capability below 8.0"
     return None
 
@@ -142,6 +142,9 @@ def launch(
     indexed = keys.indices is not None
     indices = q if keys.indices is None else _packed(keys.indices)
     extra_indices = q if keys.extra_indices is None else _packed(keys.extra_indices)
+    if indexed and keys.extra_indices is not None and indices.dtype != extra_indices.dtype:
+        # One loop walks both lists. The wider dtype: narrowing could turn a huge index into a valid one.
+        indices, extra_indices = indices.long(), extra_indices.long()
     bias_strides = (0, 0, 0)
     if keys.bias is not None:
         bias_strides = keys.bias.expand(batch, -1, -1).stride()
@@ -256,6 +259,10 @@ def attend(
         q = q.contiguous()
     chosen_tile, chosen_splits = choose(q, keys)
     tile, splits = tile or chosen_tile, splits or chosen_splits
+    if mask is not None and mask.is_floating_point() and sink is None:
+        # A row of nothing but the dtype's minimum has logits so low that their lse no longer tells how many keys it
+        # sums: partials of such rows cannot be weighted against each other. With a sink such rows are zero.
+        splits = 1
     quantised = rope is not None and rope.quant != 0
     out = outs[0].view(torch.uint8) if quantised else outs[0]
     scales = scale_pointer(outs[1], rope.quant) if quantised else None

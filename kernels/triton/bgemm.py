@@ -21,30 +21,28 @@ from torch import Tensor
 
 from ..tuning import bgemm as tuning
 from .attention_launch import device_of
-from .interpreter import cast_fp32, decode_e4m3, e4m3_is_native, interpreted, round_to
+from .interpreter import cast_fp32, decode_e4m3, e4m3_is_native, round_to
 
 
 @triton.jit
-def _token_scales(scales_ptr, token, token_mask, columns, step, BLOCKS: tl.constexpr, PACKED: tl.constexpr):
-    """fp32 scales of ``token`` at K step ``step``; BLOCKS steps share one scale block."""
+def _token_scales(pointers, token_mask, columns, step, BLOCKS: tl.constexpr, PACKED: tl.constexpr):
+    """fp32 scales at K step ``step`` of the tokens whose first scales ``pointers`` names; BLOCKS steps share one."""
     block = step // BLOCKS
     if PACKED:
-        word = tl.load(scales_ptr + (block // 4).to(tl.int64) * columns + token, mask=token_mask, other=0)
+        word = tl.load(pointers + (block // 4).to(tl.int64) * columns, mask=token_mask, other=0)
         value = (((word >> (block % 4 * 8)) & 0xFF) << 23).to(tl.float32, bitcast=True)
     else:
-        value = tl.load(scales_ptr + block.to(tl.int64) * columns + token, mask=token_mask, other=0.0)
+        value = tl.load(pointers + block.to(tl.int64) * columns, mask=token_mask, other=0.0)
     return value
 
 
 @triton.jit
-def _weight_scales(factors_ptr, block_row, row_mask, step, BLOCKS: tl.constexpr, PER_ROW: tl.constexpr,
-                   BYTES: tl.constexpr, SCALAR: tl.constexpr):  # fmt: skip
+def _weight_scales(pointers, row_mask, step, BLOCKS: tl.constexpr, BYTES: tl.constexpr, SCALAR: tl.constexpr):
     """fp32 scales of the weight rows (or of the whole tile, as a scalar) at K step ``step``."""
-    pointer = factors_ptr + block_row * PER_ROW + step // BLOCKS
     if SCALAR:
-        value = tl.load(pointer)
+        value = tl.load(pointers + step // BLOCKS)
     else:
-        value = tl.load(pointer, mask=row_mask, other=0)
+        value = tl.load(pointers + step // BLOCKS, mask=row_mask, other=0)
     if BYTES:
         value = (value.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     return value
@@ -103,37 +101,43 @@ def bgemm_kernel(
     t0 = tl.program_id(0) // ROW_TILES * BLOCK_T
     columns = (tokens + 3) // 4 * 4
     row = r0 + tl.arange(0, BLOCK_R)
+    row_mask = row < R
     token = t0 + tl.arange(0, BLOCK_T)
     token_mask = token < tokens
     k = tl.arange(0, BLOCK_K)
     wide = group.to(tl.int64)
 
     SCALE_BLOCKS: tl.constexpr = K // BLOCK // 4 if PACKED else K // BLOCK
-    scales_ptr += wide * SCALE_BLOCKS * columns
+    token_scales = scales_ptr + wide * SCALE_BLOCKS * columns + token
     PER_ROW: tl.constexpr = K // WEIGHT_BLOCK
     factors_ptr += wide * ((R + WEIGHT_BLOCK - 1) // WEIGHT_BLOCK * PER_ROW)
     # One weight scale per tile where the tile lies inside a scale block.
     SCALAR: tl.constexpr = WEIGHT_BLOCK % BLOCK_R == 0
     if SCALAR:
-        block_row = r0 // WEIGHT_BLOCK
-        row_mask = row < R  # not used
+        weight_scales = factors_ptr + r0 // WEIGHT_BLOCK * PER_ROW
     else:
-        block_row = row // WEIGHT_BLOCK
-        row_mask = row < R
+        weight_scales = factors_ptr + row // WEIGHT_BLOCK * PER_ROW
     STEPS_X: tl.constexpr = BLOCK // BLOCK_K
     STEPS_W: tl.constexpr = WEIGHT_BLOCK // BLOCK_K
 
     if not TMA:
         weight_rows = weight_ptr + wide * weight_stride_g + row.to(tl.int64) * weight_stride_r
         token_rows = codes_ptr + wide * codes_stride_g + token.to(tl.int64) * codes_stride_t
+        # Whole tiles of pointers, so that a step adds one scalar to them.
+        if SWAP:
+            weight_tile = weight_rows[:, None] + k[None, :]
+            token_tile = token_rows[None, :] + k[:, None]
+        else:
+            weight_tile = weight_rows[None, :] + k[:, None]
+            token_tile = token_rows[:, None] + k[None, :]
     if SWAP:
         acc = tl.zeros([BLOCK_R, BLOCK_T], tl.float32)
     else:
         acc = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     if PREFETCH:
         zero = group * 0
-        next_x = _token_scales(scales_ptr, token, token_mask, columns, zero, STEPS_X, PACKED)
-        next_w = _weight_scales(factors_ptr, block_row, row_mask, zero, STEPS_W, PER_ROW, BYTES, SCALAR)
+        next_x = _token_scales(token_scales, token_mask, columns, zero, STEPS_X, PACKED)
+        next_w = _weight_scales(weight_scales, row_mask, zero, STEPS_W, BYTES, SCALAR)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         if TMA:
             w = weight_descriptor.load([group * R + r0, step * BLOCK_K])
@@ -143,20 +147,26 @@ def bgemm_kernel(
             else:
                 w = w.T
         elif SWAP:
-            w = tl.load(weight_rows[:, None] + (step * BLOCK_K + k)[None, :], mask=(row < R)[:, None], other=0.0)
-            x = tl.load(token_rows[None, :] + (step * BLOCK_K + k)[:, None], mask=token_mask[None, :], other=0.0)
+            if R % BLOCK_R == 0:
+                w = tl.load(weight_tile + step * BLOCK_K)
+            else:
+                w = tl.load(weight_tile + step * BLOCK_K, mask=row_mask[:, None], other=0.0)
+            x = tl.load(token_tile + step * BLOCK_K, mask=token_mask[None, :], other=0.0)
         else:
-            w = tl.load(weight_rows[None, :] + (step * BLOCK_K + k)[:, None], mask=(row < R)[None, :], other=0.0)
-            x = tl.load(token_rows[:, None] + (step * BLOCK_K + k)[None, :], mask=token_mask[:, None], other=0.0)
+            if R % BLOCK_R == 0:
+                w = tl.load(weight_tile + step * BLOCK_K)
+            else:
+                w = tl.load(weight_tile + step * BLOCK_K, mask=row_mask[None, :], other=0.0)
+            x = tl.load(token_tile + step * BLOCK_K, mask=token_mask[:, None], other=0.0)
         if PREFETCH:
             scale_x = next_x
             scale_w = next_w
             following = tl.minimum(step + 1, STEPS - 1)
-            next_x = _token_scales(scales_ptr, token, token_mask, columns, following, STEPS_X, PACKED)
-            next_w = _weight_scales(factors_ptr, block_row, row_mask, following, STEPS_W, PER_ROW, BYTES, SCALAR)
+            next_x = _token_scales(token_scales, token_mask, columns, following, STEPS_X, PACKED)
+            next_w = _weight_scales(weight_scales, row_mask, following, STEPS_W, BYTES, SCALAR)
         else:
-            scale_x = _token_scales(scales_ptr, token, token_mask, columns, step, STEPS_X, PACKED)
-            scale_w = _weight_scales(factors_ptr, block_row, row_mask, step, STEPS_W, PER_ROW, BYTES, SCALAR)
+            scale_x = _token_scales(token_scales, token_mask, columns, step, STEPS_X, PACKED)
+            scale_w = _weight_scales(weight_scales, row_mask, step, STEPS_W, BYTES, SCALAR)
         if SWAP:
             part = tl.dot(_operand(w, NATIVE), _operand(x, NATIVE))
             if SCALAR:
@@ -173,9 +183,9 @@ def bgemm_kernel(
     out_rows = out_ptr + (token.to(tl.int64) * G + group) * R
     value = cast_fp32(acc, out_ptr.dtype.element_ty)
     if SWAP:
-        tl.store(out_rows[None, :] + row[:, None], value, mask=token_mask[None, :] & (row < R)[:, None])
+        tl.store(out_rows[None, :] + row[:, None], value, mask=token_mask[None, :] & row_mask[:, None])
     else:
-        tl.store(out_rows[:, None] + row[None, :], value, mask=token_mask[:, None] & (row < R)[None, :])
+        tl.store(out_rows[:, None] + row[None, :], value, mask=token_mask[:, None] & row_mask[None, :])
 
 
 def refuses(codes, scales, weight, weight_scales, block, weight_block, out_dtype) -> str | None:
@@ -185,7 +195,7 @@ def refuses(codes, scales, weight, weight_scales, block, weight_block, out_dtype
     for name, width in (("block", block), ("weight_block", weight_block)):
         if width < 32 or width & (width - 1):
             return f"{name} {width} is not a power of two from 32 on"
-    if not interpreted() and torch.cuda.get_device_capability(codes.device) < (8, 0):
+    if codes.is_cuda and torch.cuda.get_device_capability(codes.device) < (8, 0):
         return "compute capability below 8.0"
     return None
 

@@ -237,7 +237,10 @@ def finish_rows(
     between.
     """
     if HALF > 0:
-        x = inverse_rope_rows(x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF)
+        if WIDTH == D:
+            x = inverse_rope_rows(x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF)
+        elif d0 + WIDTH > D - 2 * HALF:  # other slices of the row have nothing to rotate
+            x = inverse_rope_rows(x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF)
     if QUANT == QUANT_NONE:
         store_rows(x, out_ptr, token, head, row_mask, num_tokens, d0, WIDTH, D, HPG)
     else:

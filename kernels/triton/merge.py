@@ -19,6 +19,7 @@ move. An empty partial (maximum -inf, or sum 0) is read but never used: its rows
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -33,16 +34,13 @@ from .rope_quant import empty_quantized, scale_pointer
 
 # Stands for "no partial yet": finite, so that differences of maxima never become inf - inf.
 _LOWEST = tl.constexpr(-3.0e38)
-# Loops up to this many steps of a group are unrolled whole; the step counts compiled are these and no others.
+# Up to so many partials a group loads all of them as one batch; the batch sizes compiled are these and no others.
 _STEP_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32)
 
 
 @triton.jit
-def _merge_step(
-    acc,
-    top,
-    total,
-    slot,
+def _load_batch(
+    first,
     row,
     num_rows,
     channel,
@@ -50,33 +48,53 @@ def _merge_step(
     partials_ptr,
     max_ptr,
     sum_ptr,
-    scale_log2,
     D: tl.constexpr,
+    KV_SPLIT: tl.constexpr,
+    UNROLL: tl.constexpr,
     HAS_SUM: tl.constexpr,
 ):
-    """One partial per group: acc [KV_SPLIT, WIDTH], top and total [KV_SPLIT], slot [KV_SPLIT] partial indices."""
-    present = slot < num_partials
-    statistic = slot * num_rows + row
-    values = tl.load(
-        partials_ptr + statistic.to(tl.int64)[:, None] * D + channel[None, :], mask=present[:, None], other=0.0
-    )
-    slot_top = tl.load(max_ptr + statistic, mask=present, other=float("-inf"))
-    if HAS_SUM:
-        slot_sum = tl.load(sum_ptr + statistic, mask=present, other=0.0)
-        slot_top = tl.where(slot_sum == 0.0, float("-inf"), slot_top)
-    empty = slot_top == float("-inf")
-    values = tl.where(empty[:, None], 0.0, load_fp32(values))
-    new_top = tl.maximum(top, slot_top)
-    keep = tl.exp2((top - new_top) * scale_log2)
-    weight = tl.exp2((slot_top - new_top) * scale_log2)
-    acc = acc * keep[:, None] + values * weight[:, None]
-    if HAS_SUM:
-        weight = tl.where(empty, 0.0, weight * slot_sum)
-    total = total * keep + weight
-    return acc, new_top, total
+    """Loads of UNROLL partials per group, from partial ``first`` on: a tuple of (rows [KV_SPLIT, WIDTH], max
+    [KV_SPLIT], sum [KV_SPLIT]). Nothing is computed in between, so that all of them are in flight together."""
+    batch = ()
+    for step in tl.static_range(0, UNROLL):
+        slot = first + step * KV_SPLIT + tl.arange(0, KV_SPLIT)
+        present = slot < num_partials
+        statistic = slot * num_rows + row
+        address = partials_ptr + statistic.to(tl.int64)[:, None] * D + channel[None, :]
+        values = tl.load(address, mask=present[:, None], other=0.0)
+        slot_top = tl.load(max_ptr + statistic, mask=present, other=float("-inf"))
+        if HAS_SUM:
+            slot_sum = tl.load(sum_ptr + statistic, mask=present, other=0.0)
+        else:
+            slot_sum = slot_top
+        batch = batch + ((values, slot_top, slot_sum),)
+    return batch
 
 
-@triton.jit(do_not_specialize=["num_partials", "num_tokens"])
+@triton.jit
+def _merge_batch(acc, top, total, batch, scale_log2, UNROLL: tl.constexpr, HAS_SUM: tl.constexpr):
+    """The online-softmax update of every group, one partial after the other.
+
+    acc [KV_SPLIT, WIDTH] fp32, top and total [KV_SPLIT]: sums relative to the running maximum ``top``.
+    """
+    for step in tl.static_range(0, UNROLL):
+        values, slot_top, slot_sum = batch[step]
+        if HAS_SUM:
+            slot_top = tl.where(slot_sum == 0.0, float("-inf"), slot_top)
+        empty = slot_top == float("-inf")
+        values = tl.where(empty[:, None], 0.0, load_fp32(values))
+        new_top = tl.maximum(top, slot_top)
+        keep = tl.exp2((top - new_top) * scale_log2)
+        weight = tl.exp2((slot_top - new_top) * scale_log2)
+        acc = acc * keep[:, None] + values * weight[:, None]
+        if HAS_SUM:
+            weight = tl.where(empty, 0.0, weight * slot_sum)
+        total = total * keep + weight
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["num_partials", "num_tokens", "num_heads"])
 def _merge_kernel(
     partials_ptr,
     max_ptr,
@@ -89,6 +107,7 @@ def _merge_kernel(
     sin_ptr,
     num_partials,
     num_tokens,
+    num_heads,
     cos_stride_t,
     cos_stride,
     sin_stride_t,
@@ -98,12 +117,11 @@ def _merge_kernel(
     floor,
     KV_SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
-    STEPS: tl.constexpr,  # steps of a group, whole loop unrolled; 0: run-time loop of UNROLL steps per iteration
-    UNROLL: tl.constexpr,
+    UNROLL: tl.constexpr,  # partials per group in one batch of loads
+    LOOP: tl.constexpr,  # False: one batch holds all partials
     HAS_SUM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     STATS: tl.constexpr,
-    H: tl.constexpr,
     D: tl.constexpr,
     HPG: tl.constexpr,
     HALF: tl.constexpr,
@@ -114,10 +132,9 @@ def _merge_kernel(
 ):
     row = tl.program_id(0)
     d0 = tl.program_id(1) * WIDTH
-    num_rows = num_tokens * H
-    token = row // H
-    head = row % H
-    group = tl.arange(0, KV_SPLIT)
+    num_rows = num_tokens * num_heads
+    token = row // num_heads
+    head = row % num_heads
     channel = d0 + tl.arange(0, WIDTH)
     pdl_release(PDL)
     pdl_wait(PDL)
@@ -125,13 +142,15 @@ def _merge_kernel(
     acc = tl.zeros([KV_SPLIT, WIDTH], tl.float32)
     top = tl.full([KV_SPLIT], _LOWEST, tl.float32)
     total = tl.zeros([KV_SPLIT], tl.float32)
-    if STEPS > 0:
-        for step in tl.static_range(0, STEPS):
-            acc, top, total = _merge_step(
-                acc,
-                top,
-                total,
-                step * KV_SPLIT + group,
+    batch = _load_batch(
+        0, row, num_rows, channel, num_partials, partials_ptr, max_ptr, sum_ptr, D, KV_SPLIT, UNROLL, HAS_SUM
+    )
+    if LOOP:
+        # The next batch is loaded before this one is merged: a loop that loads and merges in turn waits out the
+        # memory's latency at every iteration. Past the last partial nothing is loaded.
+        for first in tl.range(0, num_partials, KV_SPLIT * UNROLL):
+            following = _load_batch(
+                first + KV_SPLIT * UNROLL,
                 row,
                 num_rows,
                 channel,
@@ -139,29 +158,15 @@ def _merge_kernel(
                 partials_ptr,
                 max_ptr,
                 sum_ptr,
-                scale_log2,
                 D,
+                KV_SPLIT,
+                UNROLL,
                 HAS_SUM,
             )
+            acc, top, total = _merge_batch(acc, top, total, batch, scale_log2, UNROLL, HAS_SUM)
+            batch = following
     else:
-        for first in tl.range(0, num_partials, KV_SPLIT * UNROLL):
-            for step in tl.static_range(0, UNROLL):
-                acc, top, total = _merge_step(
-                    acc,
-                    top,
-                    total,
-                    first + step * KV_SPLIT + group,
-                    row,
-                    num_rows,
-                    channel,
-                    num_partials,
-                    partials_ptr,
-                    max_ptr,
-                    sum_ptr,
-                    scale_log2,
-                    D,
-                    HAS_SUM,
-                )
+        acc, top, total = _merge_batch(acc, top, total, batch, scale_log2, UNROLL, HAS_SUM)
 
     # Combine the groups. One that saw no partial has sum 0 and a zero accumulator, whatever its factor.
     row_top = tl.max(top, axis=0)
@@ -226,7 +231,7 @@ class Epilogue:
 
 
 def unrolled_steps(num_partials: int, kv_split: int, limit: int) -> int:
-    """Steps of a group for which a fully unrolled loop is compiled, or 0 if it takes more than ``limit`` of them.
+    """Partials of a group that are loaded as one batch, without a loop, or 0 if there are more than ``limit`` of them.
 
     Rounded up to a bucket, so that the number of compiled kernels stays bounded whatever counts occur; the slots past
     the last partial are predicated off.
@@ -234,6 +239,10 @@ def unrolled_steps(num_partials: int, kv_split: int, limit: int) -> int:
     steps = -(-num_partials // kv_split)
     bucket = next((b for b in _STEP_BUCKETS if b >= steps), 0)
     return bucket if bucket <= limit else 0
+
+
+# A dict lookup per call instead of the walk through the table.
+_choose = functools.lru_cache(maxsize=4096)(choose_kv_split)
 
 
 def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = False) -> KvSplitDecision:
@@ -247,7 +256,7 @@ def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = Fal
             kv_split or 1, head_dim=dim, element_size=partials.element_size(), reason="interpreted: bound as given"
         )
     properties = torch.cuda.get_device_properties(partials.device)
-    return choose_kv_split(
+    return _choose(
         num_partials=num_partials,
         rows=tokens * heads,
         head_dim=dim,
@@ -291,6 +300,7 @@ def merge_into(
     kv_split, width = decision.kv_split, decision.width
     if quant and width < block:
         raise ValueError(f"a tile of {width} channels cannot quantise blocks of {block}")
+    steps = unrolled_steps(num_partials, kv_split, decision.unroll_limit)
     pdl = decision.pdl and supports_pdl(partials.device)
     _merge_kernel[(tokens * heads, dim // width)](
         partials,
@@ -304,18 +314,18 @@ def merge_into(
         sin,
         num_partials,
         tokens,
+        heads,
         *strides,
         stat_scale * math.log2(math.e),
         1.0 / stat_scale,
         floor,
         KV_SPLIT=kv_split,
         WIDTH=width,
-        STEPS=unrolled_steps(num_partials, kv_split, decision.unroll_limit),
-        UNROLL=decision.unroll,
+        UNROLL=steps or decision.unroll,
+        LOOP=not steps,
         HAS_SUM=sum is not None,
         HAS_SINK=sink is not None,
         STATS=stats is not None,
-        H=heads,
         D=dim,
         HPG=heads // groups,
         HALF=half,

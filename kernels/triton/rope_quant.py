@@ -81,15 +81,13 @@ def largest_tile(extent: int, limit: int) -> int:
     return min(extent & -extent, limit)
 
 
-def layout(num_tokens: int, heads: int) -> tuple[int, int]:
-    """(tokens per program, warps) for ``num_tokens`` tokens of ``heads`` heads of 512 channels."""
-    if interpreted_tile := INTERPRET.value:
-        return (4 if interpreted_tile and num_tokens > 2 else 1), 1
-    if num_tokens * heads <= 512:  # fewer rows than the GPU has room for warps: one row each, lowest latency
-        return 1, 1
-    if num_tokens * heads <= 4096:
-        return 2, 1
-    return 8, 4
+def layout(num_tokens: int, heads: int, dim: int) -> tuple[int, int, int]:
+    """(tokens per program, warps, channels per program) for ``num_tokens`` tokens of ``heads`` heads."""
+    if INTERPRET.value:
+        return (4 if num_tokens > 2 else 1), 1, largest_tile(dim, 512)
+    if num_tokens * heads <= 1024:  # fewer rows than the GPU has room for warps: lowest latency
+        return 1, 4, largest_tile(dim, 512)
+    return 2, 1, largest_tile(dim, 512)
 
 
 def _launch(o, cos, sin, groups, out, scales, block, quant, floor, tile=None):
@@ -100,8 +98,9 @@ def _launch(o, cos, sin, groups, out, scales, block, quant, floor, tile=None):
     if o.stride(-1) != 1:
         o = o.contiguous()
     cos, sin = cos.expand(num_tokens, half), sin.expand(num_tokens, half)
-    tokens, warps = tile or layout(num_tokens, heads)
-    width = largest_tile(dim, 512)
+    tokens, warps, width = tile or layout(num_tokens, heads, dim)
+    if quant and width < block:
+        raise ValueError(f"a tile of {width} channels cannot quantise blocks of {block}")
     # Triton grids allow 65,535 programs on the last axis only.
     if triton.cdiv(num_tokens, tokens) > 65535:
         tokens = max(tokens, triton.next_power_of_2(triton.cdiv(num_tokens, 65535)))
@@ -139,13 +138,13 @@ def inverse_rope(
     groups: int,
     *,
     out: torch.Tensor | None = None,
-    tile: tuple[int, int] | None = None,
+    tile: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:
     """Inverse rotary embedding on the last 2*half channels, regrouped for the BGEMM.
 
     o [T, H, D] bf16, fp16 or fp32, any token and head strides; cos, sin [T, half] forward tables of each token's own
     position, any float dtype and strides -> [G, T, K] in o.dtype, K = H / groups * D. ``tile`` overrides (tokens per
-    program, warps). Arguments are not checked here: the op does that.
+    program, warps, channels per program). Arguments are not checked here: the op does that.
     """
     num_tokens, heads, dim = o.shape
     if out is None:
@@ -182,7 +181,7 @@ def inverse_rope_quant(
     pack_scales: bool = False,
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    tile: tuple[int, int] | None = None,
+    tile: tuple[int, int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``inverse_rope`` followed by E4M3 quantisation per token and ``block`` channels, from the rotated fp32 values.
 

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import fusion_pass
 from fusion_pass import FusedChain, Report
 from fusion_pass.cli.demo import BF16_ROLES, FP8_ROLES, Phase
 from fusion_pass.cli.main import main
 
+F64 = torch.float64
 ROOT = Path(__file__).parents[2]
 
 
@@ -36,12 +39,27 @@ def test_version_and_usage_errors():
     assert unknown.returncode == 2 and "--nonsense" in unknown.stderr
 
 
-def test_doctor():
-    text = run("doctor", FUSION_PASS_KV_SPLIT="4")
-    assert text.returncode == 0, text.stderr
-    assert "all self-tests passed" in text.stdout and "FUSION_PASS_KV_SPLIT: 4" in text.stdout
-    values = json.loads(run("doctor", "--json").stdout)
+def test_doctor(monkeypatch, capsys):
+    monkeypatch.setenv("FUSION_PASS_KV_SPLIT", "4")
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.endswith("all self-tests passed\n") and "FUSION_PASS_KV_SPLIT: 4" in text
+    assert main(["doctor", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
     assert values["success"] and values["backend"] == "registered" and values["packages"]["torch"]
+    assert set(values["ops"]) == set(fusion_pass.kernels.ops.SPECS), "a self-test for every op"
+
+
+def test_doctor_notices_a_wrong_op(monkeypatch, capsys):
+    wrong = torch.ops.fusion_pass.attention
+    monkeypatch.setattr(
+        torch.ops.fusion_pass, "attention", lambda q, *rest: wrong(q * (1 + (q.dtype != F64) / 8), *rest)
+    )
+    monkeypatch.setattr(torch.ops.fusion_pass, "inverse_rope", lambda *args: 1 / 0)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "attention: FAILED" in text and "inverse_rope: FAILED, none (ZeroDivisionError" in text
+    assert text.endswith("2 self-tests failed: attention, inverse_rope\n")
 
 
 def test_explain_target(tmp_path, capsys):

@@ -155,6 +155,8 @@ def everything(capability: int) -> None:
         attention_launches(heads)
     attention_launches(8, dtype=torch.float32)
     m = Maker(dtype=torch.bfloat16)
+    q, kv, indices, sink = m.gathered(300, 128, 512, 4096, 128)
+    launch("attention_gathered", q, kv, indices.long(), sink, 0.04, None, kv, indices)
     for tokens in (1, 12, 30, 60, 300, 1000):
         launch("fp8_bgemm", *m.bgemm(16, tokens, 1024, 512))
         launch("fp8_bgemm", *m.bgemm(8, tokens, 1024, 512, 32, 32, True, "e8m0"), 32, 32)

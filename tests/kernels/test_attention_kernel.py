@@ -32,7 +32,9 @@ def run(name, launch, args, poison=0x7F):
 
 def close(got, want, dtype):
     assert got.dtype == dtype and torch.isfinite(got).all()
-    assert relative_error(got, want) < TOLERANCE[dtype]
+    # A GPU's exp2 is approximate and its fp32 products are summed in another order.
+    slack = 5 if got.is_cuda and dtype == torch.float32 else 1
+    assert relative_error(got, want) < TOLERANCE[dtype] * slack
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -74,6 +76,9 @@ def test_minimum_mask_without_sink(device):
     (got,) = run("attention", launchers._launch_dense, (q, kv, mask, None, SCALE))
     close(got, dense_formula(q, kv, mask, None, SCALE), torch.float32)
     torch.testing.assert_close(got[0, 2], kv[0].mean(0).expand(4, -1), rtol=1e-4, atol=1e-5)
+    again = torch.full_like(got, float("nan"))
+    attend((again,), q, Keys(kv), mask, None, SCALE, None, SMALL, splits=3)
+    close(again, got, torch.float32)
 
 
 def test_mask_passes(device, monkeypatch):
@@ -121,6 +126,16 @@ def test_gathered_bad_indices(device):
     forms += [indices.long().masked_fill(gone, 2**40), indices.long().masked_fill(gone, -(2**40))]
     for form in forms:
         (got,) = run("attention_gathered", launchers._launch_gathered, (q, kv, form, sink, SCALE))
+        close(got, want, torch.float32)
+
+
+def test_gathered_mixed_index_dtypes(device):
+    m = Maker(device)
+    args, second = list(m.gathered(dim=64)), list(m.second_pool(dim=64))
+    want = gathered_formula(*args, SCALE, *second)
+    for first_dtype, second_dtype in ((torch.int64, torch.int32), (torch.int32, torch.int64)):
+        args[2], second[2] = args[2].to(first_dtype), second[2].to(second_dtype)
+        (got,) = run("attention_gathered", launchers._launch_gathered, (*args, SCALE, *second))
         close(got, want, torch.float32)
 
 
@@ -199,7 +214,7 @@ def test_quantised(device, block, rule, pack, tokens):
 def test_splits(device, splits, form):
     """Split, merged and rotated equals unsplit; splits beyond the keys are empty."""
     m = Maker(device)
-    q, kv, mask, sink = m.dense(keys=45, mask="float" if form == "mask" else "none", dim=64)
+    q, kv, mask, sink = m.dense(1, keys=45, mask="float" if form == "mask" else "none", dim=64)
     keys, scales = Keys(kv, causal=form == "range", window=30 if form == "range" else 0), None
     if form == "gathered":
         q, pool, indices, sink = m.gathered(tokens=5, dim=64, columns=37)

@@ -19,7 +19,7 @@ from fusion_pass.kernels.triton import merge, rope_quant  # noqa: E402
 
 GPU = torch.cuda.is_available()
 COUNTS = [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 18, 31, 33, 64, 65, 127, 128, 200, 257] if GPU else [1, 2, 5, 9, 19]
-DIMS = [64, 128, 256, 512] if GPU else [64, 128]
+DIMS = [64, 128, 256, 512] if GPU else [64]
 TOKENS, HEADS = (3, 8) if GPU else (1, 2)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter: exp2(-inf), 1/0
@@ -172,8 +172,11 @@ def test_unrolled_and_looped_are_the_same(device, kv_split, count):
     case = make_case("empty_mixed", count, 64, device, stats_form="sum", sink=True)
     looped, a = merge.merge_partials(*case, return_stats=True, decision=layout(kv_split, unroll=1))
     whole, b = merge.merge_partials(*case, return_stats=True, decision=layout(kv_split, whole=True))
-    torch.testing.assert_close(whole, looped, rtol=2e-7 if GPU else 0, atol=1e-9 if GPU else 0)
-    torch.testing.assert_close(a, b, rtol=2e-7 if GPU else 0, atol=0)
+    if GPU:  # the compiler may contract multiply-adds differently
+        assert row_error(whole, looped) < 1e-6
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(whole, looped) and torch.equal(a, b)
 
 
 def test_step_buckets_bound_the_number_of_kernels():

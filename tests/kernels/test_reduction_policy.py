@@ -102,6 +102,89 @@ def test_serial_for_a_head_dim_that_was_not_measured():
     assert decision.kv_split == 1 and "nothing was measured" in decision.reason
 
 
+class FakeTable:
+    """A measured table of two row counts: KvSplit wins at few rows and many partials."""
+
+    DEVICE, HEAD_DIM, PDL_MAX_ROWS = "a test", 512, 128
+    POINTS = {
+        128: {
+            4: {1: (1.7, 256, 1, 8, 18), 2: (1.8, 128, 1, 4, 16)},
+            64: {1: (5.6, 128, 1, 8, 18), 2: (4.9, 128, 1, 8, 0), 8: (4.4, 256, 2, 2, 0), 16: (5.1, 512, 8, 1, 0)},
+        },
+        2048: {64: {1: (63.5, 512, 4, 8, 18), 8: (63.8, 512, 4, 1, 0)}},
+    }
+
+    @classmethod
+    def measured(cls, element_size, epilogue):
+        return cls.POINTS if element_size == 4 else {}
+
+
+@pytest.fixture
+def fake_table(monkeypatch):
+    monkeypatch.setattr(reduction, "measured_table", lambda sm_count, capability=None: FakeTable)
+
+
+@pytest.mark.parametrize(
+    "num_partials,rows,kv_split,width",
+    [
+        (64, 128, 8, 256),  # a measured point: its fastest entry
+        (50, 100, 8, 256),  # nearest by ratio
+        (64, 500, 8, 256),  # 500 is nearer to 128 than to 2048 by ratio
+        (64, 600, 1, 512),
+        (4, 128, 1, 256),  # serial is fastest
+        (3, 128, 1, 256),
+        (500, 8192, 1, 512),
+    ],
+)
+def test_no_bound_takes_the_measured_table(fake_table, num_partials, rows, kv_split, width):
+    decision = choose(num_partials, rows, None)
+    assert (decision.kv_split, decision.width) == (kv_split, width), decision.reason
+    assert "measured on a test" in decision.reason
+    assert ("warps, not CTAs" in decision.reason) == (kv_split > 1) and ("serial" in decision.reason)
+    assert decision.pdl == (rows <= 128)
+
+
+def test_table_never_gives_a_group_without_a_partial(fake_table):
+    # 17 partials are nearest to the point of 64, whose KvSplit 8 is fine; 16 groups would not be for 15.
+    for num_partials in range(1, 40):
+        assert choose(num_partials, 128, None).kv_split <= num_partials
+
+
+def test_bound_takes_its_layout_from_the_table(fake_table):
+    decision = choose(64, 128, 8)
+    assert (decision.kv_split, decision.width, decision.num_warps) == (8, 256, 2) and "fits" in decision.reason
+    assert choose(64, 128, 2).width == 128
+    # not measured there: the layout by rule
+    assert choose(64, 2048 // 2, 2).kv_split == 2
+
+
+def test_unmeasured_element_size_is_serial(fake_table):
+    decision = choose_kv_split(num_partials=64, rows=128, head_dim=512, sm_count=132, bound=None, element_size=2)
+    assert decision.kv_split == 1 and "2-byte partials" in decision.reason
+
+
+def test_the_shipped_table():
+    """Every measured point: the policy picks its fastest entry, and every layout in it can be launched."""
+    table = reduction.measured_table(132, (9, 0))
+    assert table is not None and table.HEAD_DIM == 512
+    for element_size, epilogue in table.MEASURED:
+        for rows, by_partials in table.measured(element_size, epilogue).items():
+            for num_partials, by_split in by_partials.items():
+                decision = choose_kv_split(
+                    num_partials=num_partials,
+                    rows=rows,
+                    head_dim=512,
+                    sm_count=132,
+                    bound=None,
+                    element_size=element_size,
+                    epilogue=epilogue,
+                )
+                assert by_split[decision.kv_split][0] == min(entry[0] for entry in by_split.values())
+                for kv_split, (us, width, warps, unroll, limit) in by_split.items():
+                    assert kv_split in KV_SPLITS and us > 0 and 512 % width == 0 and warps in (1, 2, 4, 8)
+                    assert unroll >= 1 and limit >= 0 and width >= 128
+
+
 def test_cap():
     assert cap_bound(None, None) is None
     assert cap_bound(8, None) == 8 and cap_bound(None, 4) == 4

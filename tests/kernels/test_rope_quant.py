@@ -71,7 +71,9 @@ def test_inverse_rope_quant(device, rule, pack, block, tokens):
     else:
         scales = torch.full((groups, k // block, columns), float("nan"), device=device)
     rope_quant.inverse_rope_quant(o, cos, sin, groups, block, rule, floor, pack, out=(codes, scales))
-    expected_codes, expected = quantised(rotated(o, cos, sin, groups), block, rule, floor)
+    # On the CPU: a GPU's torch divides by a Python number through its reciprocal, which is one ulp off.
+    expected_codes, expected = quantised(rotated(o.cpu(), cos.cpu(), sin.cpu(), groups), block, rule, floor)
+    expected_codes, expected = expected_codes.to(device), expected.to(device)
     if pack:
         exponents = unpack(scales)
         assert (exponents[..., tokens:] == 0).all()
@@ -135,11 +137,11 @@ def test_no_tokens(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 63, 257])
-@pytest.mark.parametrize("tile", [(1, 1), (2, 1), (4, 2), (4, 4), (8, 4), (16, 4), (16, 8)])
+@pytest.mark.parametrize("tile", [(1, 4, 512), (2, 1, 512), (4, 2, 512), (8, 4, 512), (8, 1, 128), (16, 8, 256)])
 def test_every_tile_gives_the_same(device, tokens, tile):
     o = torch.randn(tokens, 128, 512, device=device).bfloat16()
     cos, sin = tables(tokens, 32, device)
     codes, scales = rope_quant.inverse_rope_quant(o, cos, sin, 16, tile=tile)
-    expected_codes, expected_scales = rope_quant.inverse_rope_quant(o, cos, sin, 16, tile=(1, 1))
+    expected_codes, expected_scales = rope_quant.inverse_rope_quant(o, cos, sin, 16, tile=(1, 1, 512))
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
     assert torch.equal(scales, expected_scales)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuning sweep of the split-KV merge: times every candidate layout and writes the table that the policy reads.
+
+    python -m benchmarks._tune_merge --json sweep.json --table kernels/tuning/merge_sm90.py
+    python -m benchmarks._tune_merge --from-json sweep.json --table ...     (write the table again, no GPU)
+
+Every candidate's result is checked against a float64 merge before anything is timed. Merges run back to back on one
+buffer: below the L2's size partials come from the cache, as they do behind the attention that wrote them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from fusion_pass.kernels.reduction import KvSplitDecision
+from fusion_pass.kernels.triton.merge import unrolled_steps
+
+from benchmarks import harness
+from benchmarks.merge_inputs import HEAD_DIM, candidates, make_problem, serial_whole_row
+
+ROWS = (128, 256, 512, 1024, 2048, 8192)
+PARTIALS = (2, 3, 4, 6, 8, 12, 18, 24, 32, 48, 64, 96, 128)
+HALF_ROWS = (128, 512, 2048)
+HALF_PARTIALS = (4, 8, 18, 32, 64, 128)
+MAX_BYTES = 1 << 31
+PDL_PARTIALS = (8, 18, 32)
+PDL_LAYOUT = KvSplitDecision(1, "serial", 128, 1, 8, 18)
+
+
+def points():
+    """(dtype, quantise, rows, partials) to measure, the most wanted first."""
+    for dtype, all_rows, all_partials in (
+        (torch.float32, ROWS, PARTIALS),
+        (torch.bfloat16, HALF_ROWS, HALF_PARTIALS),
+    ):
+        for rows in all_rows:
+            for quantise in (True, False):
+                for count in all_partials:
+                    if rows < 8192 or count in (3, 6, 18, 64):
+                        yield dtype, quantise, rows, count
+
+
+def key(decision) -> tuple[int, int, int, int, int]:
+    return decision.kv_split, decision.width, decision.num_warps, decision.unroll, decision.unroll_limit
+
+
+def _compile(share) -> int:
+    """Worker: compile this share of (dtype, quantise, partials, candidate) into Triton's disk cache."""
+    pool = torch.randn(1 << 24, device="cuda")
+    for dtype, quantise, count, decision in share:
+        make_problem(count, 128, dtype, pool).call(decision, quantise)
+    torch.cuda.synchronize()
+    return len(share)
+
+
+def precompile(processes: int) -> None:
+    """Compile all candidates in parallel processes: one after the other they take many minutes."""
+    jobs = {}
+    for dtype, quantise, rows, count in points():
+        for decision in [*candidates(count, rows, dtype.itemsize), serial_whole_row(1), serial_whole_row(4)]:
+            # The count enters the compiled kernel through the size of its batch of loads only.
+            whole = unrolled_steps(count, decision.kv_split, decision.unroll_limit)
+            batch = whole or decision.unroll
+            kind = (dtype, quantise, whole > 0, batch, key(decision)[:3])
+            jobs.setdefault(kind, (dtype, quantise, count, decision))
+    for quantise in (False, True):
+        for count in PDL_PARTIALS:
+            jobs[quantise, count] = (torch.float32, quantise, count, replace(PDL_LAYOUT, pdl=True))
+    work = sorted(jobs.values(), key=lambda job: -job[2] * job[3].kv_split)
+    start = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        pool.map(_compile, [work[i::processes] for i in range(processes)])
+    print(f"compiled {len(work)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def _graph(calls: int, call) -> torch.cuda.CUDAGraph:
+    """Capture without the garbage collection that torch.cuda.graph runs each time: there are thousands of these."""
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        for _ in range(calls):
+            call()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
+def time_point(problem, decisions, quantise: bool, rounds: int) -> list[float]:
+    """Median microseconds of each decision, measured in turn."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    probe = decisions[0]
+    problem.call(probe, quantise)
+    torch.cuda.synchronize()
+    start.record()
+    problem.call(probe, quantise)
+    end.record()
+    end.synchronize()
+    calls = int(max(3, min(20, 400 / max(start.elapsed_time(end) * 1e3, 1))))
+    graphs = []
+    for decision in decisions:
+        problem.call(decision, quantise)
+        graphs.append(_graph(calls, lambda decision=decision: problem.call(decision, quantise)))
+    samples = [[] for _ in graphs]
+    for round_ in range(rounds + 1):
+        for graph, values in zip(graphs, samples):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if round_:
+                values.append(start.elapsed_time(end) * 1e3 / calls)
+    return [statistics.median(values) for values in samples]
+
+
+def check(problem, decisions, quantise: bool) -> None:
+    """Every candidate against float64; raises AssertionError naming the candidate."""
+    expected = problem.expected().float()
+    for decision in decisions:
+        problem.out.fill_(float("nan"))
+        problem.codes.fill_(0x7F)
+        problem.call(decision, quantise)
+        if quantise:
+            groups, tokens, width = problem.codes.shape
+            value = problem.codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 128))
+            value = value * problem.scales[..., :tokens].transpose(1, 2)[..., None]
+            got = value.reshape(groups, tokens, -1, HEAD_DIM).transpose(0, 1).reshape(expected.shape)
+            plain = slice(0, HEAD_DIM - 64)  # the rotated channels are checked by the tests
+            got, want, limit = got[..., plain], expected[..., plain], 0.04
+        else:
+            got, want, limit = problem.out.float(), expected, 4e-3
+        error = harness.norm_error(got, want)
+        assert error < limit, f"{key(decision)}: relative error {error}"
+
+
+def sweep(rounds: int, deadline: float) -> list[dict]:
+    """Time every point; stops with a message when the deadline (perf_counter seconds) has passed."""
+    pool = torch.randn(MAX_BYTES // 4, device="cuda")
+    rows_out = []
+    for dtype, quantise, rows, count in points():
+        if time.perf_counter() > deadline:
+            print(f"stopped before {dtype}, epilogue {quantise}, {rows} rows, {count} partials", flush=True)
+            break
+        problem = make_problem(count, rows, dtype, pool)
+        decisions = candidates(count, rows, dtype.itemsize)
+        if rows == 256:
+            check(problem, decisions, quantise)
+        for decision, us in zip(decisions, time_point(problem, decisions, quantise, rounds)):
+            kv_split, width, warps, unroll, limit = key(decision)
+            rows_out.append(
+                {
+                    "element_size": dtype.itemsize,
+                    "epilogue": quantise,
+                    "rows": rows,
+                    "partials": count,
+                    "kv_split": kv_split,
+                    "width": width,
+                    "warps": warps,
+                    "unroll": unroll,
+                    "unroll_limit": limit,
+                    "us": round(us, 3),
+                }
+            )
+    return rows_out
+
+
+def pdl_gain() -> list[dict]:
+    """Merge behind a merge, with and without programmatic dependent launch, in one serial layout."""
+    pool = torch.randn(1 << 26, device="cuda")
+    out = []
+    for quantise in (False, True):
+        for rows in (128, 256, 512):
+            for count in PDL_PARTIALS:
+                problem = make_problem(count, rows, torch.float32, pool)
+                pair = [PDL_LAYOUT, replace(PDL_LAYOUT, pdl=True)]
+                plain, dependent = time_point(problem, pair, quantise, 9)
+                out.append({"epilogue": quantise, "rows": rows, "partials": count, "us": plain, "us_pdl": dependent})
+    return out
+
+
+HEADER = '''# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
+"""Measured layouts of the split-KV merge on {device}; written by ``python -m benchmarks._tune_merge``, not by hand.
+
+One line per measured point: by (element size of the partials, epilogue), rows, partials: for every KvSplit the fastest
+layout as (microseconds, channels per CTA, warps, unroll, whole-unroll limit).
+"""
+
+DEVICE = "{device}"
+HEAD_DIM = 512
+# Largest number of rows at which programmatic dependent launch was faster at every measured count of partials.
+PDL_MAX_ROWS = {pdl}
+
+MEASURED = {{
+'''
+
+FOOTER = '''}
+
+
+def measured(element_size: int, epilogue: bool) -> dict[int, dict[int, dict[int, tuple]]]:
+    """{rows: {partials: {KvSplit: (us, width, warps, unroll, unroll_limit)}}} for one kind of merge; {} = not
+    measured."""
+    return MEASURED.get((element_size, epilogue), {})
+'''
+
+
+def write_table(body: dict, path: Path) -> None:
+    """Reduce a sweep to the fastest layout per point and KvSplit, and write it as a Python module."""
+    best: dict = {}
+    for row in body["rows"]:
+        point = best.setdefault((row["element_size"], row["epilogue"]), {}).setdefault(row["rows"], {})
+        by_split = point.setdefault(row["partials"], {})
+        entry = (row["us"], row["width"], row["warps"], row["unroll"], row["unroll_limit"])
+        by_split[row["kv_split"]] = min(by_split.get(row["kv_split"], entry), entry)
+    pdl_max = 0
+    for rows in sorted({row["rows"] for row in body["pdl"]}):
+        if all(row["us_pdl"] < row["us"] for row in body["pdl"] if row["rows"] == rows):
+            pdl_max = rows
+        else:
+            break
+    lines = [HEADER.format(device=body["environment"]["gpu"], pdl=pdl_max)]
+    for kind, by_rows in best.items():
+        lines.append(f"    {kind}: {{\n")
+        for rows, by_partials in by_rows.items():
+            lines.append(f"        {rows}: {{\n")
+            for count, by_split in by_partials.items():
+                lines.append(f"            {count}: {dict(sorted(by_split.items()))},\n")
+            lines.append("        },\n")
+        lines.append("    },\n")
+    path.write_text("".join(lines) + FOOTER)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the sweep")
+    parser.add_argument("--from-json", type=Path, help="an earlier sweep, instead of measuring")
+    parser.add_argument("--table", type=Path, help="module to write")
+    parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache only, no timing")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=600.0, help="time limit of the measurement itself")
+    parser.add_argument("--processes", type=int, default=16, help="processes that compile first; 0: compile on use")
+    args = parser.parse_args()
+    if args.compile_only:
+        precompile(args.processes)
+        return
+    if args.from_json:
+        body = json.loads(args.from_json.read_text())
+    else:
+        if args.processes:
+            precompile(args.processes)
+        start = time.perf_counter()
+        body = {"environment": harness.environment(), "pdl": pdl_gain()}
+        body["rows"] = sweep(args.rounds, start + args.seconds)
+        print(f"measured {len(body['rows'])} variants in {time.perf_counter() - start:.0f} s", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(body))
+    if args.table:
+        write_table(body, args.table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Metadata tensors of a graph under one fake-tensor mode.
+
+``make_fx`` on real tensors gives every node's ``meta["val"]`` a mode of its own, and tensors of different modes cannot
+meet in one operator: metadata of new nodes could not be computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+def unify_fake_modes(graph: fx.Graph) -> None:
+    """Give all metadata tensors of ``graph`` one mode, if they have several and no symbolic size (those share one)."""
+    modes = {id(value.fake_mode) for node in graph.nodes for value in _tensors(node)}
+    if len(modes) < 2:
+        return
+    mode = FakeTensorMode()
+
+    def moved(value: object) -> object:
+        if not isinstance(value, FakeTensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device,
+                                   requires_grad=value.requires_grad)
+
+    with mode:
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = pytree.tree_map(moved, node.meta["val"])
+
+
+def _tensors(node: fx.Node) -> list[FakeTensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return [v for v in values if isinstance(v, FakeTensor)]

@@ -1,0 +1,67 @@
+"""What recognition finds: chains, and refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..elements.layouts import Axis
+from .anchors import Anchor
+from .attention_match import AttentionMatch, OutputAxes
+from .projection import Fp8Weight, Grouping
+from .quantisation import Quantisation
+from .refusal import Refused
+from .rotation import Rotation
+
+
+@dataclass
+class Chain:
+    """One attention output with its rotation, and the contractions that read it.
+
+    ``rotation.node`` is the node that the replacement produces (with the quantisation folded in when there is one).
+    ``attention`` is None when the attention is opaque or refused (then ``attention_refused`` says why).
+    """
+
+    anchors: list[Anchor]
+    rotation: Rotation
+    grouping: Grouping
+    quantisation: Quantisation | None = None
+    weight: Fp8Weight | None = None
+    attention: AttentionMatch | None = None
+    attention_refused: Refused | None = None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        roles = list(self.attention.roles) if self.attention is not None else []
+        roles.append("inverse_rope")
+        if self.quantisation is not None:
+            roles.append("fp8_quant")
+        return (*roles, "bgemm")
+
+    def signature(self) -> tuple:
+        """What must not depend on the example's sizes: equal for the same chain under another assignment of the size
+        symbols."""
+        rotation, grouping = self.rotation, self.grouping
+        tokens = tuple(None if a.size_from is not None else a.size for a in grouping.tokens)
+        tables = tuple((t.node.name, t.part, t.negated) for t in (rotation.cos, rotation.sin))
+        return (self.roles, grouping.groups, grouping.heads_per_group, tokens, rotation.node.name,
+                rotation.source.name, rotation.head_dim, rotation.rope_start, tables,
+                tuple(bool(a.cos) for a in grouping.tokens),
+                None if self.quantisation is None else (self.quantisation.rule, self.quantisation.block))
+
+    @property
+    def output_axes(self) -> OutputAxes:
+        return output_axes(self.rotation, self.grouping)
+
+
+@dataclass
+class Findings:
+    chains: list[Chain] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    visits: int = 0
+
+
+def output_axes(rotation: Rotation, grouping: Grouping) -> OutputAxes:
+    """The attention output's axes in the rotation's source."""
+    return OutputAxes(tuple(Axis(a.size, a.source, a.size_from) for a in grouping.tokens),
+                      Axis(grouping.heads, grouping.head_stride),
+                      Axis(rotation.head_dim, rotation.channel_stride), rotation.offset)
