@@ -48,32 +48,55 @@ def live_nodes(graph: fx.Graph, cut: Iterable[fx.Node], needed: Iterable[fx.Node
     return live
 
 
-def mutated_input(nodes: Iterable[fx.Node], before: fx.Node) -> fx.Node | None:
-    """An in-place operator on one of ``nodes`` that runs before ``before``, or None.
+class GraphFacts:
+    """What legality asks about a graph as it came, computed once: the order of its nodes, which of them are needed at
+    all, and what is written in place. Every chain is then judged by its own neighbourhood, so the cost of a graph is
+    linear in its chains."""
 
-    In functional graphs the only mutations are copies into graph inputs at the end.
-    """
-    watched = set(nodes)
-    graph = before.graph
-    for node in graph.nodes:
-        if node is before:
-            return None
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and (
-                node.target._schema.is_mutable):
-            for argument, value in zip(node.target._schema.arguments, node.args):
-                info = argument.alias_info
-                if info is not None and info.is_write and value in watched:
-                    return node
-    return None
+    def __init__(self, graph: fx.Graph):
+        self.order = {node: number for number, node in enumerate(graph.nodes)}
+        self.live = live_nodes(graph, ())
+        self.writes = [(node, value) for node in graph.nodes for value in _written(node)]
+
+    def position(self, node: fx.Node) -> int:
+        """Place in the graph; nodes that a replacement has put there since count as earlier than all others."""
+        return self.order.get(node, -1)
+
+    def between(self, source: fx.Node, node: fx.Node) -> set[fx.Node]:
+        """Nodes (both ends excluded) that lie on a way from ``source`` to ``node``."""
+        first = self.position(source)
+        behind, stack = set(), [n for n in node.all_input_nodes if n is not source]
+        while stack:
+            here = stack.pop()
+            if here in behind or here is source or self.position(here) <= first:
+                continue
+            behind.add(here)
+            stack.extend(here.all_input_nodes)
+        reached = {source}
+        for here in sorted(behind, key=self.position):
+            if any(n in reached for n in here.all_input_nodes):
+                reached.add(here)
+        return reached - {source}
+
+    def outside_reader(self, node: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
+        """A needed reader of ``node`` that is not in ``inside``."""
+        return next((u for u in node.users if u not in inside and u in self.live and not is_metadata_check(u)), None)
+
+    def mutated_input(self, nodes: set[fx.Node], before: fx.Node) -> fx.Node | None:
+        """An in-place operator on one of ``nodes`` that runs before ``before``, or None. (In functional graphs the
+        only mutations are copies into graph inputs at the end.)"""
+        limit = self.position(before)
+        return next((node for node, value in self.writes if value in nodes and self.position(node) < limit), None)
+
+    def mutation(self) -> fx.Node | None:
+        """The first in-place operator on an intermediate value: such a graph is not functional and is left alone."""
+        return next((node for node, value in self.writes if value.op == "call_function"), None)
 
 
-def mutates(graph: fx.Graph) -> fx.Node | None:
-    """The first in-place operator on an intermediate value: such a graph is not functional and is left alone."""
-    for node in graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and (
-                node.target._schema.is_mutable):
-            for argument, value in zip(node.target._schema.arguments, node.args):
-                info = argument.alias_info
-                if info is not None and info.is_write and isinstance(value, fx.Node) and value.op == "call_function":
-                    return node
-    return None
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that ``node`` writes in place."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or (
+            not node.target._schema.is_mutable):
+        return []
+    return [value for argument, value in zip(node.target._schema.arguments, node.args)
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)]

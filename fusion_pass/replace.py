@@ -18,7 +18,7 @@ import torch.fx as fx
 from .elements.layouts import Axis, Builder
 from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
-from .legality import WRITTEN_OUT, is_metadata_check, live_nodes, mutated_input
+from .legality import WRITTEN_OUT, GraphFacts, is_metadata_check
 from .recognise.attention_emit import AttentionOperands, MergeOperands, batch_axes
 from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
@@ -38,7 +38,7 @@ class Replaced:
     node: fx.Node
 
 
-def check_legality(chain: Chain, graph: fx.Graph) -> Refused | None:
+def check_legality(chain: Chain, facts: GraphFacts) -> Refused | None:
     """Who else reads what the replacement makes unnecessary?"""
     rotation = chain.rotation
     reader = _foreign_reader(chain)
@@ -47,33 +47,33 @@ def check_legality(chain: Chain, graph: fx.Graph) -> Refused | None:
                        ": it escapes the chain", reader)
     cut = {rotation.node} | ({chain.quantisation.scales.node} if _scale_node(chain) is not None else set())
     operands = {rotation.cos.node, rotation.sin.node}
-    inside = _depending_on(rotation.source, rotation.node)
+    inside = facts.between(rotation.source, rotation.node)
     if chain.attention is not None:
         inside.add(rotation.source)
     else:
         operands.add(rotation.source)
-    live = live_nodes(graph, cut, ())
-    escaping = (inside - cut) & live
-    for node in graph.nodes if escaping else ():
-        user = next((u for u in node.users if u in live and u not in inside), None) if node in escaping else None
-        if user is not None:
+    own = inside | cut | {rotation.source}
+    for node in sorted(inside - cut, key=facts.position):
+        user = facts.outside_reader(node, own)
+        if user is not None and not user.meta.get(WRITTEN_OUT):
             return Refused("fmha" if chain.attention is not None else "inverse_rope",
                            f"{node.name} is also read by {user.name} at {source_line(user) or 'the output'}: an "
                            "intermediate value escapes the chain", user)
-    mutation = mutated_input(_leaves(chain) | operands, rotation.node)
+    mutation = facts.mutated_input(_leaves(chain) | operands, rotation.node)
     if mutation is not None:
         return Refused("fmha", f"{mutation.name} changes an operand in place before it is used", mutation)
     return None
 
 
-def kept_alive(chain: Chain, graph: fx.Graph) -> fx.Node | None:
+def kept_alive(chain: Chain, facts: GraphFacts) -> fx.Node | None:
     """A part of the recognised attention that somebody else reads as well (returned probabilities, for example): it
     stays, and is then computed twice. None when all of it goes."""
     if chain.attention is None:
         return None
-    live = live_nodes(graph, {chain.rotation.node}, ())
-    own = {n for n in chain.attention.interior if n.op == "call_function"} & live
-    return next((n for n in graph.nodes if n in own and any(u in live and u not in own for u in n.users)), None)
+    own = {n for n in chain.attention.interior if n.op == "call_function"}
+    own |= facts.between(chain.rotation.source, chain.rotation.node) | {chain.rotation.source, chain.rotation.node}
+    parts = sorted(own - {chain.rotation.node}, key=facts.position)
+    return next((n for n in parts if facts.outside_reader(n, own) is not None), None)
 
 
 def _scale_node(chain: Chain) -> fx.Node | None:
@@ -113,30 +113,12 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
     return None
 
 
-def _depending_on(source: fx.Node, node: fx.Node) -> set[fx.Node]:
-    """Nodes between ``source`` and ``node`` (both excluded) that lie on a way from one to the other."""
-    forward, stack = set(), list(source.users)
-    while stack:
-        here = stack.pop()
-        if here in forward or here is node:
-            continue
-        forward.add(here)
-        stack.extend(here.users)
-    backward, stack = set(), list(node.all_input_nodes)
-    while stack:
-        here = stack.pop()
-        if here in backward or here is source or here not in forward:
-            continue
-        backward.add(here)
-        stack.extend(here.all_input_nodes)
-    return backward
-
-
 class ChainWriter:
     """Writes the fused op and its operands before the chain's rotation node."""
 
-    def __init__(self, chain: Chain, graph: fx.Graph, sizes: Sizes, kv_split: int | None = None):
+    def __init__(self, chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts, kv_split: int | None = None):
         self.chain = chain
+        self.facts = facts
         self.kv_split = kv_split
         # The scales are computed before the codes; everything new stands before both.
         self.builder = Builder(graph, sizes, _scale_node(chain) or chain.rotation.node)
@@ -256,7 +238,7 @@ class ChainWriter:
         rotation = chain.rotation
         if chain.quantisation is None and rotation.source.meta["val"].dtype == torch.float32 and (
                 rotation.node.meta["val"].dtype == torch.float32) and node.meta["val"].dtype != torch.float32 and not (
-                any(n.meta["val"].dtype != torch.float32 for n in _floats(_depending_on(rotation.source,
+                any(n.meta["val"].dtype != torch.float32 for n in _floats(self.facts.between(rotation.source,
                                                                                         rotation.node)))):
             return self.builder.call(prims.convert_element_type.default, node, torch.float32)
         return node
@@ -315,7 +297,7 @@ def _floats(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and n.meta["val"].is_floating_point()]
 
 
-def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes,
+def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts,
                   validate: Callable[[fx.Node, fx.Node], fx.Node] | None = None,
                   kv_split: int | None = None) -> Replaced | Refused:
     """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code). ``kv_split``: upper
@@ -323,10 +305,10 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes,
 
     ``validate(old, new)`` may put a node behind both that decides at run time which of the two goes on.
     """
-    refused = check_legality(chain, graph)
+    refused = check_legality(chain, facts)
     if refused is not None:
         return refused
-    writer = ChainWriter(chain, graph, sizes, kv_split)
+    writer = ChainWriter(chain, graph, sizes, facts, kv_split)
     replaced = writer.fused()
     if isinstance(replaced, Refused):
         return replaced

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,7 +18,7 @@ from .elements.fakes import unify_fake_modes
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
-from .legality import drop_needless_checks, mutates
+from .legality import GraphFacts, drop_needless_checks
 from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
@@ -75,7 +76,8 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
         if findings.chains:
             if before_change is not None:
                 before_change()
-            mutation = mutates(gm.graph)
+            facts = GraphFacts(gm.graph)
+            mutation = facts.mutation()
             for chain in findings.chains:
                 if mutation is not None:
                     outcome: Replaced | Refused = Refused(
@@ -83,7 +85,7 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
                         "first (torch.func.functionalize, or make_fx under it)", mutation)
                     report.near_misses.append(_near_miss(outcome))
                     continue
-                changed |= _handle(chain, gm, sizes, config, report)
+                changed |= _handle(chain, gm, sizes, facts, config, report)
         for refused in findings.refused:
             if not refused.silent:
                 report.near_misses.append(_near_miss(refused))
@@ -97,7 +99,8 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
     return report, settled
 
 
-def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, report: Report) -> bool:
+def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, config: Config,
+            report: Report) -> bool:
     """Gate and replace one chain; True when the graph changed."""
     where = source_line(chain.anchors[0].node)
     if chain.attention_refused is not None and not chain.attention_refused.silent:
@@ -106,7 +109,6 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
     if not decision.fuse:
         report.gated.append(GatedChain(roles=chain.roles, gate=decision.reason, where=where))
         return False
-    before = set(gm.graph.nodes)
     pending: list[int] = []
 
     def validate(old: fx.Node, new: fx.Node) -> fx.Node:
@@ -114,18 +116,19 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
 
     if config.verify in ("first", "always"):
         pending.append(validation.reserve())
-    twice = kept_alive(chain, gm.graph)
-    outcome = replace_chain(chain, gm.graph, sizes, validate if pending else None, config.kv_split)
+    twice = kept_alive(chain, facts)
+    with _recording(gm.graph) as new:
+        outcome = replace_chain(chain, gm.graph, sizes, facts, validate if pending else None, config.kv_split)
     if isinstance(outcome, Refused):
-        _erase_new(gm.graph, before)
+        for node in reversed(new):
+            if not node.users:
+                gm.graph.erase_node(node)
         report.near_misses.append(_near_miss(outcome))
         return False
     stack = chain.anchors[0].node.meta.get("stack_trace")
-    for node in gm.graph.nodes:
-        if node not in before:
-            node.meta.setdefault("stack_trace", stack)
-            node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op,
-                                                  "chain": len(report.fused)})
+    for node in new:
+        node.meta.setdefault("stack_trace", stack)
+        node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op, "chain": len(report.fused)})
     quantisation = chain.quantisation
     gate = decision.reason
     if twice is not None:
@@ -143,11 +146,22 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
     return True
 
 
-def _erase_new(graph: fx.Graph, before: set[fx.Node]) -> None:
-    """Take back the nodes of a replacement that was given up (nobody reads them)."""
-    for node in reversed(list(graph.nodes)):
-        if node not in before and not node.users:
-            graph.erase_node(node)
+@contextlib.contextmanager
+def _recording(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """Collects the nodes that are created in ``graph``, in order of creation."""
+    created: list[fx.Node] = []
+    create = graph.create_node
+
+    def recorded(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create(*args, **kwargs)
+        created.append(node)
+        return node
+
+    graph.create_node = recorded  # type: ignore[method-assign]
+    try:
+        yield created
+    finally:
+        del graph.create_node
 
 
 def _near_miss(refused: Refused) -> NearMiss:
