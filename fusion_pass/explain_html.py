@@ -26,7 +26,8 @@ _STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 24px 16px 64px; }
-h1 { font-size: 1.5rem; line-height: 1.3; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 32px 0 12px; }
+h1 { font-size: 1.5rem; line-height: 1.3; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 32px 0 12px; }
 h3 { font-size: 1rem; margin: 0 0 4px; overflow-wrap: anywhere; } p { margin: 4px 0; }
 .soft { color: var(--soft); } .small { font-size: .875rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; margin-top: 16px; }

@@ -53,12 +53,14 @@ def check_legality(chain: Chain, graph: fx.Graph) -> Refused | None:
     else:
         operands.add(rotation.source)
     live = live_nodes(graph, cut, ())
-    for node in sorted(inside - cut, key=lambda n: n.name):
-        if node in live:
-            user = next((u for u in node.users if u in live), node)
-            return Refused("fmha" if chain.attention is not None else "inverse_rope",
-                           f"{node.name} is also read by {user.name} at {source_line(user) or 'the output'}: an "
-                           "intermediate value escapes the chain", user)
+    escaping = [node for node in graph.nodes if node in inside and node not in cut and node in live]
+    if escaping:
+        # All that comes before an escaping value lives with it: the last one is what somebody else reads.
+        node = escaping[-1]
+        user = next((u for u in node.users if u in live and u not in inside), node)
+        return Refused("fmha" if chain.attention is not None else "inverse_rope",
+                       f"{node.name} is also read by {user.name} at {source_line(user) or 'the output'}: an "
+                       "intermediate value escapes the chain", user)
     mutation = mutated_input(_leaves(chain) | operands, rotation.node)
     if mutation is not None:
         return Refused("fmha", f"{mutation.name} changes an operand in place before it is used", mutation)

@@ -25,6 +25,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+MADE_WITH = "2.13"  # torch whose traced graphs stand in the pages
 sys.path.insert(0, str(ROOT))
 
 import fusion_pass  # noqa: E402
@@ -184,11 +185,29 @@ def roles() -> str:
                     f"`patterns/{r.reference.__module__.rpartition('.')[2]}.py`"] for r in ROLES.values()))
 
 
+def errors() -> str:
+    """Errors that tests printed (docs/errors.json, by tools/error_table.py)."""
+    path = ROOT / "docs" / "errors.json"
+    if not path.is_file():
+        return "No figures are committed: `python tools/error_table.py` writes them."
+    made = json.loads(path.read_text())
+    kinds = ("sliding window", "CSA", "HCA")
+    rows = ([kinds[row["layer"] % 3], f"{row['eager']:.2e}", f"{row['compiled']:.2e}"] for row in made["rows"])
+    return (f"`{made['test']}` on {made['device']}, torch {made['torch']}:\n\n"
+            + _table(["attention layer", "eager bf16", "compiled bf16"], rows))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
+    "errors": errors,
     "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
 }
 _BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)
+
+
+def bodies(text: str) -> list[tuple[str, str, str]]:
+    """(begin comment, name, what stands between) of every block."""
+    return [(m[1], m[2], text[m.end(1):m.start(3)]) for m in _BLOCK.finditer(text)]
 
 
 def filled(text: str, made: dict[str, str]) -> str:
