@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from . import compat, guarded
+from . import compat, guarded, triton_ops
 from .backend import run_boxed
 from .config import Config
 from .details import describe
@@ -81,7 +81,12 @@ def _capturing_backend(config: Config, gathered: list[Report]) -> Callable[..., 
         return run_boxed(aot_gm)  # on fake tensors: shapes only
 
     backend: Callable[..., Any] = aot_autograd(fw_compiler=rewrite_copy, inference_compiler=rewrite_copy)
-    return backend
+
+    def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with triton_ops.kept_whole(gm, inputs):
+            return backend(gm, inputs)  # type: ignore[no-any-return]
+
+    return capture
 
 
 def _gate_training(report: Report) -> Report:

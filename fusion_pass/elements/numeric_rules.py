@@ -103,7 +103,9 @@ def _dims_of(engine: Numeric, node: fx.Node, position: int = 1) -> tuple[list[in
 def _reduction(function: Callable[[torch.Tensor], torch.Tensor]):
     def rule(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
         dims, keepdim = _dims_of(engine, node)
-        return function(engine.rows(node, node.args[0], dims, keepdim, index))
+        # A statistic that is broadcast back along its row is asked for once per element of the row.
+        unique, where = torch.unique(index, return_inverse=True)
+        return function(engine.rows(node, node.args[0], dims, keepdim, unique))[where]
     return rule
 
 
@@ -117,9 +119,10 @@ def _getitem(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tenso
 
 def _max_dim(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> torch.Tensor:
     dims, keepdim = _dims_of(engine, node)
-    rows = engine.rows(node, node.args[0], dims, keepdim, index)
+    unique, where = torch.unique(index, return_inverse=True)
+    rows = engine.rows(node, node.args[0], dims, keepdim, unique)
     result = rows.max(1) if node.target is aten.max.dim else rows.min(1)
-    return result[which]
+    return result[which][where]
 
 
 def _softmax(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:

@@ -132,6 +132,8 @@ class Binder:
             if head and self.axes.heads.size > 1:
                 return Refused("fmha", f"every head has its own keys in {node.name}", node)
             way = segment.value_rows[number]
+            if segment.rows[number].factor != segment.rows[found[0][0]].factor:
+                continue
             operands.append(Operand(way.node, family.offset, self._axes(
                 way.node, (*tokens, key, channel), self.axes.tokens, segment.count, True)))
         first = operands[0]
@@ -147,6 +149,8 @@ class Binder:
         own = (*self.axes.tokens, self.axes.heads)
         for number, family in found:
             way = segment.queries[number]
+            if way.factor != segment.queries[found[0][0]].factor:
+                continue        # already multiplied by what the scale counts
             operands.append(Operand(way.node, family.offset, self._axes(way.node, family.strides, own, None, True)))
         first = operands[0]
         return found[0][0], Operand(first.node, first.offset, first.axes, tuple(operands[1:]))

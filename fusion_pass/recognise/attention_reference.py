@@ -82,28 +82,29 @@ class Prover:
             asked.append(index)
             return leaf(index)
 
+        def read(last: bool, heads: list[int]) -> list[int]:
+            """Elements that the outputs of some heads at the first or last token read."""
+            asked.clear()
+            count = len(heads)
+            coordinates = [torch.full((count,), a.size - 1 if last else 0) for a in self.axes.tokens]
+            index = self.explorer.output_index(*coordinates, torch.tensor(heads), torch.zeros(count, dtype=torch.int64))
+            engine = self.engine({**leaves, self.sink: record})
+            engine.values(self.explorer.output, index)
+            self.visits += engine.visits
+            return torch.unique(torch.cat(asked)).tolist() if asked else []
+
         heads = self.axes.heads.size
-        found: list[int] = []
-        probes = sorted({0, 1 % heads, heads - 1})
-        for last in (False, True):
-            for head in probes:
-                asked.clear()
-                coordinates = [torch.tensor([a.size - 1 if last else 0]) for a in self.axes.tokens]
-                index = self.explorer.output_index(*coordinates, torch.tensor([head]), torch.tensor([0]))
-                engine = self.engine({**leaves, self.sink: record})
-                engine.values(self.explorer.output, index)
-                self.visits += engine.visits
-                read = torch.unique(torch.cat(asked)) if asked else torch.zeros(0)
-                if len(read) != 1:
-                    return Refused("fmha", f"depends on {len(read)} elements of {depends_on(self.sink)} per head",
-                                   self.sink)
-                found.append(int(read[0]))
-        first, second = found[:len(probes)], found[len(probes):]
-        if first != second:
-            return Refused("fmha", f"{depends_on(self.sink)} changes with the token: it is no sink", self.sink)
-        stride = first[1] - first[0] if heads > 1 else 0
-        if heads > 1 and (stride == 0 or first[-1] != first[0] + (heads - 1) * stride):
+        first = read(False, [0])
+        second = read(False, [1]) if heads > 1 else first
+        if len(first) != 1 or len(second) != 1:
+            return Refused("fmha", f"depends on {max(len(first), len(second))} elements of {depends_on(self.sink)} "
+                                   "per head", self.sink)
+        stride = second[0] - first[0]
+        if heads > 1 and stride == 0:
             return Refused("fmha", f"{depends_on(self.sink)} is not one sink per head", self.sink)
+        if set(read(True, [0, heads - 1])) != {first[0], first[0] + (heads - 1) * stride}:
+            return Refused("fmha", f"{depends_on(self.sink)} changes with the token, or not evenly with the head: it "
+                                   "is no sink", self.sink)
         return Operand(self.sink, first[0], (Axis(heads, stride, self.axes.heads.size_from),))
 
     def gate(self) -> tuple[Mask, ...]:
