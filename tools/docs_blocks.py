@@ -185,6 +185,15 @@ def roles() -> str:
                     f"`patterns/{r.reference.__module__.rpartition('.')[2]}.py`"] for r in ROLES.values()))
 
 
+def compiled() -> str:
+    """Architectures that the compile tests cover, and the shared memory they check against."""
+    text = (ROOT / "tests" / "kernels" / "compile_tool.py").read_text()
+    found = re.search(r"^SHARED_MEMORY = \{(.*?)\}", text, re.M)
+    assert found is not None
+    rows = ([f"sm_{sm}", str(int(size) // 1024)] for sm, size in re.findall(r"(\d+): (\d+)", found[1]))
+    return _table(["architecture", "shared memory per program, KiB"], rows)
+
+
 def errors() -> str:
     """Errors that tests printed (docs/errors.json, by tools/error_table.py)."""
     path = ROOT / "docs" / "errors.json"
@@ -199,7 +208,7 @@ def errors() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
-    "errors": errors,
+    "errors": errors, "compiled": compiled,
     "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
 }
 _BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)
