@@ -107,6 +107,8 @@ def _result(values: dict[str, Any]) -> str:
     env, rows = values["environment"], values["rows"]
     title = (f"**{values['benchmark']}** on {env.get('gpu', 'an unnamed device')}, torch {env.get('torch', '?')}, "
              f"triton {env.get('triton', '?')}")
+    if all({"shape", "T", "variant", "ms", "peak_gib"} <= row.keys() for row in rows):
+        return _model_result(title, rows)
     pivot = all({"shape", "T", "variant", "us"} <= row.keys() for row in rows)
     if not pivot:
         columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -116,6 +118,21 @@ def _result(values: dict[str, Any]) -> str:
     keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
     body = ([s, str(t), *(_cell(cells.get((s, t, v), "")) for v in variants)] for s, t in keys)
     return f"{title}, microseconds\n\n{_table(['shape', 'tokens', *variants], body)}"
+
+
+def _model_result(title: str, rows: list[dict[str, Any]]) -> str:
+    """Time and peak memory of whole models; notes of single figures go below the table."""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    notes = list(dict.fromkeys(row["note"] for row in rows if row.get("note")))
+    cells: dict[tuple[str, int, str], str] = {}
+    for row in rows:
+        mark = f" ({notes.index(row['note']) + 1})" if row.get("note") else ""
+        key = (row["shape"], row["T"], row["variant"])
+        cells[key] = f"{row['ms']:.1f} ms, {row['peak_gib']:.2f} GiB{mark}"
+    keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
+    body = ([s, str(t), *(cells.get((s, t, v), "") for v in variants)] for s, t in keys)
+    table = f"{title}\n\n{_table(['what', 'tokens', *variants], body)}"
+    return table + "".join(f"\n\n({i}) {note}" for i, note in enumerate(notes, 1))
 
 
 def _cell(value: Any) -> str:
