@@ -124,13 +124,13 @@ def _model_result(title: str, rows: list[dict[str, Any]]) -> str:
     """Time and peak memory of whole models; notes of single figures go below the table."""
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     notes = list(dict.fromkeys(row["note"] for row in rows if row.get("note")))
-    cells: dict[tuple[str, int, str], str] = {}
+    cells: dict[tuple[str, int, str, str], str] = {}
     for row in rows:
-        mark = f" ({notes.index(row['note']) + 1})" if row.get("note") else ""
-        key = (row["shape"], row["T"], row["variant"])
-        cells[key] = f"{row['ms']:.1f} ms, {row['peak_gib']:.2f} GiB{mark}"
-    keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
-    body = ([s, str(t), *(cells.get((s, t, v), "") for v in variants)] for s, t in keys)
+        key = (row["shape"], row["T"], row.get("note", ""), row["variant"])
+        cells[key] = f"{row['ms']:.1f} ms, {row['peak_gib']:.2f} GiB"
+    keys = list(dict.fromkeys((row["shape"], row["T"], row.get("note", "")) for row in rows))
+    body = ([s + (f" ({notes.index(n) + 1})" if n else ""), str(t), *(cells.get((s, t, n, v), "") for v in variants)]
+            for s, t, n in keys)
     table = f"{title}\n\n{_table(['what', 'tokens', *variants], body)}"
     return table + "".join(f"\n\n({i}) {note}" for i, note in enumerate(notes, 1))
 

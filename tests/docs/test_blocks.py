@@ -56,3 +56,9 @@ def test_result_tables(tool, tmp_path, monkeypatch):
     assert "| pro | 1 | 20.0 | 30.0 |" in text and "| pro | 8 | 25.5 |  |" in text and "Some GPU" in text
     assert "| 2048 | 17.8 | a\\|b |" in text
     assert "model" not in tool.benchmarks("chain")
+    runs = [{"shape": "prefill", "T": 8, "variant": v, "ms": ms, "peak_gib": 1.5, "us": ms * 1e3, **more}
+            for v, ms, more in [("eager", 9.0, {}), ("ours", 4.0, {}), ("ours", 3.0, {"note": "an earlier run"})]]
+    (tmp_path / "model.json").write_text(json.dumps({"benchmark": "model", "environment": env, "rows": runs}))
+    text = tool.benchmarks("model")
+    assert "| prefill | 8 | 9.0 ms, 1.50 GiB | 4.0 ms, 1.50 GiB |" in text, "no figure hides another"
+    assert "| prefill (1) | 8 |  | 3.0 ms, 1.50 GiB |" in text and text.endswith("(1) an earlier run")
