@@ -94,6 +94,16 @@ def test_named_files_exist():
                 assert list(ROOT.glob(path.rstrip("/"))), f"{page.name}: {path}"
 
 
+def test_named_tests_exist():
+    """Rows of the table of fusions name test functions, not only files."""
+    rows = re.findall(r"`(tests/[\w/]+\.py)` \(([^)]*)\)", (ROOT / "docs" / "fusions.md").read_text())
+    assert len(rows) >= 5
+    for path, names in rows:
+        text = (ROOT / path).read_text()
+        for name in re.findall(r"`(test_\w+)`", names):
+            assert f"def {name}(" in text, f"{path}: {name}"
+
+
 def test_plain_example_runs():
     done = subprocess.run([sys.executable, str(ROOT / "examples" / "plain_attention.py")], timeout=600, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
