@@ -98,7 +98,9 @@ def report() -> str:
 def benchmarks(*names: str) -> str:
     """Tables of committed results: times in microseconds (rows: tokens, columns: variants), or the rows as they are."""
     files = [RESULTS / f"{n}.json" for n in names] if names else sorted(RESULTS.glob("*.json"))
-    parts = [_result(json.loads(path.read_text())) for path in files if path.is_file()]
+    read = [(path, json.loads(path.read_text())) for path in files if path.is_file()]
+    # Sweeps that only feed the launch tables are no benchmarks.
+    parts = [_result({"benchmark": path.stem, **values}) for path, values in read if "sweep" not in path.stem]
     if not parts:
         return "No results are committed: `python -m benchmarks all` on a GPU writes them to `benchmarks/results/`."
     return "\n\n".join(parts)
@@ -116,6 +118,8 @@ def _result(values: dict[str, Any]) -> str:
         return f"{title}\n\n{_table(columns, ([_cell(row.get(c, '')) for c in columns] for row in rows))}"
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     cells = {(row["shape"], row["T"], row["variant"]): row["us"] for row in rows}
+    if len(cells) < len(rows):
+        raise ValueError(f"{values['benchmark']}: rows share shape, T and variant: one figure would hide another")
     keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
     body = ([s, str(t), *(_cell(cells.get((s, t, v), "")) for v in variants)] for s, t in keys)
     return f"{title}, microseconds\n\n{_table(['shape', 'tokens', *variants], body)}"
