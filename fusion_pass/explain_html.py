@@ -87,12 +87,17 @@ def page(report: Report, title: str = "fusion_pass report") -> str:
         parts += ["<h2>Notes</h2>", *(f"<p>{_text(note)}</p>" for note in report.notes)]
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             f'content="width=device-width, initial-scale=1"><title>{_text(title)}</title><style>{_STYLE}</style></head>'
-            f'<body><main><h1>{_text(title)}</h1><p class="soft small">fusion_pass {_text(__version__)}: '
+            f'<body><main><h1>{_breakable(title)}</h1><p class="soft small">fusion_pass {_text(__version__)}: '
             f"{_text(report.summary())}</p>{''.join(parts)}</main></body></html>\n")
 
 
 def _text(value: object) -> str:
     return html.escape(str(value))
+
+
+def _breakable(title: str) -> str:
+    """A title that may be broken behind slashes and colons."""
+    return _text(title).replace("/", "/<wbr>").replace(":", ":<wbr>")
 
 
 def _tiles(report: Report) -> str:

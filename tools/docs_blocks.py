@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import json
 import operator
@@ -25,6 +26,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+MADE_WITH = "2.13"  # torch whose traced graphs stand in the pages
 sys.path.insert(0, str(ROOT))
 
 import fusion_pass  # noqa: E402
@@ -96,7 +98,9 @@ def report() -> str:
 def benchmarks(*names: str) -> str:
     """Tables of committed results: times in microseconds (rows: tokens, columns: variants), or the rows as they are."""
     files = [RESULTS / f"{n}.json" for n in names] if names else sorted(RESULTS.glob("*.json"))
-    parts = [_result(json.loads(path.read_text())) for path in files if path.is_file()]
+    read = [(path, json.loads(path.read_text())) for path in files if path.is_file()]
+    # Sweeps that only feed the launch tables are no benchmarks.
+    parts = [_result({"benchmark": path.stem, **values}) for path, values in read if "sweep" not in path.stem]
     if not parts:
         return "No results are committed: `python -m benchmarks all` on a GPU writes them to `benchmarks/results/`."
     return "\n\n".join(parts)
@@ -106,15 +110,34 @@ def _result(values: dict[str, Any]) -> str:
     env, rows = values["environment"], values["rows"]
     title = (f"**{values['benchmark']}** on {env.get('gpu', 'an unnamed device')}, torch {env.get('torch', '?')}, "
              f"triton {env.get('triton', '?')}")
+    if all({"shape", "T", "variant", "ms", "peak_gib"} <= row.keys() for row in rows):
+        return _model_result(title, rows)
     pivot = all({"shape", "T", "variant", "us"} <= row.keys() for row in rows)
     if not pivot:
         columns = list(dict.fromkeys(key for row in rows for key in row))
         return f"{title}\n\n{_table(columns, ([_cell(row.get(c, '')) for c in columns] for row in rows))}"
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     cells = {(row["shape"], row["T"], row["variant"]): row["us"] for row in rows}
+    if len(cells) < len(rows):
+        raise ValueError(f"{values['benchmark']}: rows share shape, T and variant: one figure would hide another")
     keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
     body = ([s, str(t), *(_cell(cells.get((s, t, v), "")) for v in variants)] for s, t in keys)
     return f"{title}, microseconds\n\n{_table(['shape', 'tokens', *variants], body)}"
+
+
+def _model_result(title: str, rows: list[dict[str, Any]]) -> str:
+    """Time and peak memory of whole models; notes of single figures go below the table."""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    notes = list(dict.fromkeys(row["note"] for row in rows if row.get("note")))
+    cells: dict[tuple[str, int, str, str], str] = {}
+    for row in rows:
+        key = (row["shape"], row["T"], row.get("note", ""), row["variant"])
+        cells[key] = f"{row['ms']:.1f} ms, {row['peak_gib']:.2f} GiB"
+    keys = list(dict.fromkeys((row["shape"], row["T"], row.get("note", "")) for row in rows))
+    body = ([s + (f" ({notes.index(n) + 1})" if n else ""), str(t), *(cells.get((s, t, n, v), "") for v in variants)]
+            for s, t, n in keys)
+    table = f"{title}\n\n{_table(['what', 'tokens', *variants], body)}"
+    return table + "".join(f"\n\n({i}) {note}" for i, note in enumerate(notes, 1))
 
 
 def _cell(value: Any) -> str:
@@ -133,14 +156,18 @@ def config() -> str:
     """Fields of ``Config``: default and description, from the class itself."""
     text = fusion_pass.Config.__doc__ or ""
     found = dict(re.findall(r"^    (\w+): (.*?)(?=^    \w+: |\n\n    Raises)", text, re.S | re.M))
+    everything = fusion_pass.Config(check_inputs=True, o_proj="fp8", batch_invariant=True, kv_split=2)
+    ineffective = importlib.import_module("fusion_pass.rewrite")._unheeded(everything)
     rows = []
     for field in dataclasses.fields(fusion_pass.Config):
         description = " ".join(found[field.name].replace("``", "`").split())
         used = [f"`{path.relative_to(ROOT).as_posix()}`" for folder in ("fusion_pass", "kernels")
                 for path in sorted((ROOT / folder).rglob("*.py"))
                 if path.name != "config.py" and re.search(rf"\bconfig\.{field.name}\b", path.read_text())]
+        if any(f"Config({field.name}" in said for said in ineffective):
+            used = []
         rows.append([f"`{field.name}`", f"`{field.default!r}`", description,
-                     ", ".join(used) or "nowhere yet: accepted, without effect"])
+                     ", ".join(used) or "nowhere yet: accepted without effect, and the report says so"])
     return _table(["field", "default", "meaning", "read in"], rows)
 
 
@@ -184,11 +211,38 @@ def roles() -> str:
                     f"`patterns/{r.reference.__module__.rpartition('.')[2]}.py`"] for r in ROLES.values()))
 
 
+def compiled() -> str:
+    """Architectures that the compile tests cover, and the shared memory they check against."""
+    text = (ROOT / "tests" / "kernels" / "compile_tool.py").read_text()
+    found = re.search(r"^SHARED_MEMORY = \{(.*?)\}", text, re.M)
+    assert found is not None
+    rows = ([f"sm_{sm}", str(int(size) // 1024)] for sm, size in re.findall(r"(\d+): (\d+)", found[1]))
+    return _table(["architecture", "shared memory per program, KiB"], rows)
+
+
+def errors() -> str:
+    """Errors that tests printed (docs/errors.json, by tools/error_table.py)."""
+    path = ROOT / "docs" / "errors.json"
+    if not path.is_file():
+        return "No figures are committed: `python tools/error_table.py` writes them."
+    made = json.loads(path.read_text())
+    kinds = ("sliding window", "CSA", "HCA")
+    rows = ([kinds[row["layer"] % 3], f"{row['eager']:.2e}", f"{row['compiled']:.2e}"] for row in made["rows"])
+    return (f"`{made['test']}` on {made['device']}, torch {made['torch']}:\n\n"
+            + _table(["attention layer", "eager bf16", "compiled bf16"], rows))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
+    "errors": errors, "compiled": compiled,
     "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
 }
 _BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)
+
+
+def bodies(text: str) -> list[tuple[str, str, str]]:
+    """(begin comment, name, what stands between) of every block."""
+    return [(m[1], m[2], text[m.end(1):m.start(3)]) for m in _BLOCK.finditer(text)]
 
 
 def filled(text: str, made: dict[str, str]) -> str:

@@ -66,6 +66,8 @@ def _calls() -> dict[str, tuple[tuple[Any, ...], Callable[[Any], Tensor]]]:
     merge = (partials, lse, None, sink)
     codes, scales = torch.ops.fusion_pass.inverse_rope_quant(q[0], cos, sin, *quant)
     weight = random(GROUPS, 128, HEADS * DIM // GROUPS).to(torch.float8_e4m3fn)
+    pages = _pages(random, KEYS)
+    paged = (q[0], pages, indices, sink)
     weight_scales = random(GROUPS, 1, HEADS * DIM // GROUPS // 128).abs().float()
     return {
         "attention": ((*dense, scale, True), _plain),
@@ -74,6 +76,9 @@ def _calls() -> dict[str, tuple[tuple[Any, ...], Callable[[Any], Tensor]]]:
         "attention_gathered": ((*gathered, scale), _plain),
         "attention_gathered_rope": ((*gathered, *rope, scale, GROUPS), _plain),
         "attention_gathered_rope_quant": ((*gathered, *rope, scale, *quant), _dequantized),
+        "attention_paged_fp8": ((*paged, scale, KEYS), _plain),
+        "attention_paged_fp8_rope": ((*paged, *rope, scale, GROUPS, KEYS), _plain),
+        "attention_paged_fp8_rope_quant": ((*paged, *rope, scale, GROUPS, KEYS, *quant[1:]), _dequantized),
         "attention_partials": ((q[0], kv[0], indices, scale, 3), _weighted),
         "merge_partials": (merge, lambda result: _plain(result[0])),
         "merge_partials_rope": ((*merge, *rope, GROUPS), _plain),
@@ -82,6 +87,15 @@ def _calls() -> dict[str, tuple[tuple[Any, ...], Callable[[Any], Tensor]]]:
         "inverse_rope_quant": ((q[0], *rope, *quant), _dequantized),
         "fp8_bgemm": ((codes, scales, weight, weight_scales), _plain),
     }
+
+
+def _pages(random: _Random, rows: int) -> Tensor:
+    """A cache of one page [1, bytes]: 448 codes and 64 bf16 values per row, then 8 exponent bytes per row (layout:
+    ``fusion_pass.kernels.reference.paged``)."""
+    codes = (random(rows, 448) * 40).to(torch.float8_e4m3fn).view(torch.uint8)
+    rotated = random(rows, 64).bfloat16().view(torch.uint8)
+    exponents = torch.randint(120, 126, (rows * 8,), generator=random.generator, dtype=torch.uint8)
+    return torch.cat([torch.cat([codes, rotated], 1).flatten(), exponents])[None]
 
 
 def _plain(result: Tensor) -> Tensor:
