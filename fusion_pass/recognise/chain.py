@@ -197,10 +197,8 @@ class ChainFinder:
                     "fmha", f"some tokens, heads or channels come by {inside[0].name}, apart from the others",
                     inside[0])
                 missing = unseen(chain, self.sizes)
-        if missing:
-            agreed = agrees_everywhere(chain.rotation, chain.quantisation, self.sizes, self.context.tensor_constant)
-            missing = unseen(chain, self.sizes) if agreed else missing
-        if missing:
+        if missing and not agrees_everywhere(chain.rotation, chain.quantisation, self.sizes,
+                                             self.context.tensor_constant):
             role = "inverse_rope" if chain.quantisation is None else "fp8_quant"
             return Refused(role, f"some tokens, heads or channels come by {missing[0].name}, apart from the others",
                            missing[0])
