@@ -108,8 +108,9 @@ def prefill(model: torch.nn.Module, form: str, tokens: int) -> list[dict]:
 
 def decode(model: torch.nn.Module, batch: int) -> list[dict]:
     """One step after a prompt of ``DECODE_CONTEXT`` tokens in transformers' own cache."""
-    import fusion_pass
     from transformers import DynamicCache
+
+    import fusion_pass
 
     rows = []
     torch._dynamo.reset()
