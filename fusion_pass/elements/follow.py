@@ -59,6 +59,7 @@ class Follower:
             pieces = None
             if isinstance(here, fx.Node) and here not in stop:
                 self.visits += 1
+                self.sizes.seen.add(here)
                 pieces = sources(here, at, self.sizes)
                 if pieces is None and through is not None:
                     pieces = through(here, at)

@@ -74,6 +74,7 @@ class Numeric:
         found = self._memo.get(key)
         if found is None:
             self.visits += 1
+            self.sizes.seen.add(node)
             found = self._memo[key] = self._compute(node, index)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -191,16 +192,15 @@ class ChainFinder:
         """Proofs look at samples; what lies on the way of other elements only is looked at here, or not removed."""
         missing = unseen(chain, self.sizes)
         if missing and chain.attention is not None:
-            inside = [n for n in missing if n in chain.attention.interior]
+            outside = unseen(dataclasses.replace(chain, attention=None), self.sizes)
+            inside = [n for n in missing if n not in outside]
             if inside:
                 chain.attention, chain.attention_refused = None, Refused(
                     "fmha", f"some tokens, heads or channels come by {inside[0].name}, apart from the others",
                     inside[0])
-                missing = unseen(chain, self.sizes)
-        if missing:
-            agreed = agrees_everywhere(chain.rotation, chain.quantisation, self.sizes, self.context.tensor_constant)
-            missing = unseen(chain, self.sizes) if agreed else missing
-        if missing:
+            missing = outside
+        if missing and not agrees_everywhere(chain.rotation, chain.quantisation, self.sizes,
+                                             self.context.tensor_constant):
             role = "inverse_rope" if chain.quantisation is None else "fp8_quant"
             return Refused(role, f"some tokens, heads or channels come by {missing[0].name}, apart from the others",
                            missing[0])

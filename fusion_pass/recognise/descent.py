@@ -49,6 +49,7 @@ def advance(step: Step, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     node, operand = step.node, step.operand
     if step.kind == "move":
         result = torch.full_like(index, -1)
+        sizes.seen.add(node)
         for piece in sources(node, index, sizes) or []:
             if piece.source is operand:
                 if piece.lanes is None:
@@ -146,6 +147,7 @@ class Descent:
 
     def _moved(self, node: fx.Node, index: torch.Tensor) -> list[tuple[fx.Node, torch.Tensor, torch.Tensor]] | None:
         """(operand, positions, index) for every operand node that the elements move from."""
+        self.sizes.seen.add(node)
         pieces = sources(node, index, self.sizes)
         if pieces is None:
             return None

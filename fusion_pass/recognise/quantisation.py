@@ -22,7 +22,7 @@ import torch.fx as fx
 
 from ..elements.follow import Follower
 from ..elements.moves import CASTS, unravel
-from ..elements.numeric import Numeric, Unevaluated, random_leaf
+from ..elements.numeric import Leaf, Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
 from ..patterns.fp8_quant import E4M3_MAX, block_scale
 from ..patterns.inverse_rope import inverse_rope
@@ -33,6 +33,7 @@ from .rotation import Rotation
 aten = torch.ops.aten
 BLOCKS = (128, 32)
 MANY_ROWS = 512
+CHUNK = 32
 MAGNITUDES = (1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
 
 
@@ -124,7 +125,8 @@ def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, fo
 
 def agrees_everywhere(rotation: Rotation, quantisation: Quantisation | None, sizes: Sizes,
                       constants: Callable | None) -> bool:
-    """Compare many more elements than the proof: all heads of the first token, and the first head of all tokens."""
+    """Compare many more elements than the proof: all heads of the first token, and the first head of all tokens. False
+    when they differ, or when there are too many to look at."""
     fixed = [a for a in rotation.axes if not a.is_token]
     moving = [a for a in rotation.axes if a.is_token]
     rows = []
@@ -133,8 +135,9 @@ def agrees_everywhere(rotation: Rotation, quantisation: Quantisation | None, siz
         total = 1
         for count in counts:
             total *= count
-        at = torch.arange(total) if total <= MANY_ROWS else torch.linspace(0, total - 1, MANY_ROWS).long()
-        rows.append(torch.stack(unravel(at, tuple(counts)), 1))
+        if total > MANY_ROWS:
+            return False
+        rows.append(torch.stack(unravel(torch.arange(total), tuple(counts)), 1))
     try:
         x, found = _values(rotation, sizes, constants, 1.0, torch.cat(rows))
     except Unevaluated:
@@ -147,10 +150,16 @@ def agrees_everywhere(rotation: Rotation, quantisation: Quantisation | None, siz
     return _equal(found, want) and int(blocks.max()) <= quantisation.block // 8
 
 
+def _uneven(magnitude: float, chunk: int) -> Leaf:
+    """Random values whose size changes from chunk to chunk: else all blocks would have one power-of-two scale."""
+    value, size = random_leaf(11, magnitude), random_leaf(12, 3.0)
+    return lambda index: value(index) * torch.exp2(size(index // chunk).round())
+
+
 def _values(rotation: Rotation, sizes: Sizes, constants: Callable | None, magnitude: float,
             outer: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotation and the node's elements, [M, head_dim] each, from random attention outputs of one magnitude."""
-    leaves = {rotation.source: random_leaf(11, magnitude)}
+    leaves = {rotation.source: _uneven(magnitude, CHUNK * rotation.channel_stride)}
     tables = sorted({rotation.cos.node, rotation.sin.node}, key=lambda n: n.name)
     for number, table in enumerate(tables):
         leaves[table] = random_table(20 + 2 * number, sizes.dtype(table).is_complex)
