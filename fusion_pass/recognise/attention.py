@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.fx as fx
 
@@ -25,6 +27,7 @@ from .attention_reference import Prover
 from .attention_sites import Explorer, Segment
 from .context import Context
 from .descent import Reach, is_tensor
+from .gathered import recognise_gathered
 from .merge import merges_partials, recognise_partials
 from .refusal import Refused
 from .region import dependents, unknown_inputs
@@ -134,6 +137,7 @@ def _bind(explorer: Explorer, binder: Binder, segment: Segment) -> list[Binding]
 
 def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[Binding],
            region: set[fx.Node]) -> AttentionMatch | Refused:
+    bindings = sorted(bindings, key=lambda b: (context.order(b.piece.rows.node), b.piece.rows.offset))
     masked = {mask.operand.node for b in bindings for mask in b.piece.masks}
     scale_nodes = {b.scale_node for b in bindings if b.scale_node is not None}
     candidates = _sink_candidates(explorer, context, bindings, region, masked | scale_nodes)
@@ -145,7 +149,10 @@ def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[
         result = prover.prove()
         context.counters["attention_proof"] += prover.visits
         if not isinstance(result, Refused):
-            return _match(explorer, context, bindings, region, *result)
+            match = _match(explorer, bindings, region, *result)
+            if match.sink_gate or len(match.kv) != len(bindings):
+                return match
+            return replace(match, gathered=recognise_gathered(binder, bindings, context.constant))
         refusal = refusal or result
     return refusal
 
@@ -179,17 +186,16 @@ def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Bindin
     return [node for node in common if node.meta["val"].dtype.is_floating_point]
 
 
-def _match(explorer: Explorer, context: Context, bindings: list[Binding], region: set[fx.Node], sink: Operand | None,
+def _match(explorer: Explorer, bindings: list[Binding], region: set[fx.Node], sink: Operand | None,
            gate: tuple[Mask, ...]) -> AttentionMatch:
     first = bindings[0]
     roles = ("fmha", "kv_merge") if merges_partials([b.segment.site for b in bindings]) else ("fmha",)
     scale_node = None
     if first.scale_node is not None:
         scale_node = Operand(first.scale_node, 0, ())
-    pieces = sorted((b.piece for b in bindings), key=lambda p: (context.order(p.rows.node), p.rows.offset))
     return AttentionMatch(
         form="dense", axes=explorer.axes, output=explorer.output, roles=roles, q=first.query,
-        kv=tuple(coalesced(pieces)), sink=sink, sink_gate=gate, scale=first.scale,
+        kv=tuple(coalesced([b.piece for b in bindings])), sink=sink, sink_gate=gate, scale=first.scale,
         scale_node=scale_node, interior=frozenset(region),
         casts=tuple(n for n in region if is_float_cast(n) and narrows(n)))
 
