@@ -20,6 +20,7 @@ from benchmarks import harness
 PREFILL = (2048, 8192)
 DECODE_CONTEXT = 2048
 DECODE_BATCH = (1, 8)
+FORMS = ("bf16", "fp8")
 LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
           "compressed_sparse_attention")
 
@@ -52,63 +53,80 @@ def _variants(model: torch.nn.Module) -> dict[str, Callable]:
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows: phase, tokens, batch, variant, ms, peak_gib, error against the eager result, chains fused."""
-    import fusion_pass
-    from fusion_pass.models import random_deepseek_v4, replace_grouped_linear
-
     rows: list[dict] = []
     torch._dynamo.config.recompile_limit = 64
-    for form in ("bf16", "fp8"):
-        model = random_deepseek_v4("flash", layer_types=LAYERS, device="cuda", experts="grouped_mm")
-        if form == "fp8":
-            replace_grouped_linear(model, "ue8m0")
+    for form in FORMS:
+        model = build(form)
         for tokens in args.tokens or PREFILL:
-            torch._dynamo.reset()
-            ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
-            reference = None
-            for name, call in _variants(model).items():
-                known = len(fusion_pass.reports())
-                with torch.no_grad():
-                    logits, ms, peak = _timed(lambda call=call, ids=ids: call(ids, use_cache=False).logits, 5)
-                fused = [c for r in fusion_pass.reports()[known:] for c in r.fused]
-                reference = logits if reference is None else reference
-                rows.append({"phase": "prefill", "form": form, "shape": f"{form} prefill", "T": tokens, "batch": 1,
-                             "variant": name, "us": ms * 1e3, "ms": round(ms, 3), "peak_gib": round(peak, 2),
-                             "difference_from_eager": _error(logits, reference),
-                             "fused": ["+".join(c.roles) for c in fused]})
-                del logits
-                harness.free()
+            rows += prefill(model, form, tokens)
         if form == "bf16" and not args.tokens:
-            rows += _decode(model)
+            for batch in DECODE_BATCH:
+                rows += decode(model, batch)
         del model
         harness.free()
     return rows
 
 
-def _decode(model: torch.nn.Module) -> list[dict]:
+def build(form: str) -> torch.nn.Module:
+    """The slice in its ``"bf16"`` or ``"fp8"`` form."""
+    from fusion_pass.models import random_deepseek_v4, replace_grouped_linear
+
+    model = random_deepseek_v4("flash", layer_types=LAYERS, device="cuda", experts="grouped_mm")
+    if form == "fp8":
+        replace_grouped_linear(model, "ue8m0")
+    return model
+
+
+def _row(phase: str, form: str, tokens: int, batch: int, variant: str, ms: float, peak: float, error: float,
+         known: int) -> dict:
+    import fusion_pass
+
+    fused = [c for r in fusion_pass.reports()[known:] for c in r.fused]
+    return {"phase": phase, "form": form, "shape": f"{form} {phase}", "T": tokens, "batch": batch, "variant": variant,
+            "us": ms * 1e3, "ms": round(ms, 3), "peak_gib": round(peak, 2), "difference_from_eager": error,
+            "fused": ["+".join(c.roles) for c in fused]}
+
+
+def prefill(model: torch.nn.Module, form: str, tokens: int) -> list[dict]:
+    """One prompt without a cache."""
+    import fusion_pass
+
+    rows = []
+    torch._dynamo.reset()
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
+    reference = None
+    for name, call in _variants(model).items():
+        known = len(fusion_pass.reports())
+        with torch.no_grad():
+            logits, ms, peak = _timed(lambda call=call, ids=ids: call(ids, use_cache=False).logits, 5)
+        reference = logits if reference is None else reference
+        rows.append(_row("prefill", form, tokens, 1, name, ms, peak, _error(logits, reference), known))
+        del logits
+        harness.free()
+    return rows
+
+
+def decode(model: torch.nn.Module, batch: int) -> list[dict]:
+    """One step after a prompt of ``DECODE_CONTEXT`` tokens in transformers' own cache."""
     from transformers import DynamicCache
 
     import fusion_pass
 
     rows = []
-    for batch in DECODE_BATCH:
-        torch._dynamo.reset()
-        ids = torch.randint(0, model.config.vocab_size, (batch, DECODE_CONTEXT), device="cuda")
-        with torch.no_grad():
-            filled = DynamicCache(config=model.config)
-            model(ids, past_key_values=filled, use_cache=True)
-            reference = None
-            for name, call in _variants(model).items():
-                known = len(fusion_pass.reports())
-                caches = iter([copy.deepcopy(filled) for _ in range(8)])
+    torch._dynamo.reset()
+    ids = torch.randint(0, model.config.vocab_size, (batch, DECODE_CONTEXT), device="cuda")
+    with torch.no_grad():
+        filled = DynamicCache(config=model.config)
+        model(ids, past_key_values=filled, use_cache=True)
+        reference = None
+        for name, call in _variants(model).items():
+            known = len(fusion_pass.reports())
+            caches = iter([copy.deepcopy(filled) for _ in range(8)])
 
-                def step(call=call, caches=caches, token=ids[:, :1]) -> torch.Tensor:
-                    return call(token, past_key_values=next(caches), use_cache=True).logits
+            def step(call=call, caches=caches, token=ids[:, :1]) -> torch.Tensor:
+                return call(token, past_key_values=next(caches), use_cache=True).logits
 
-                logits, ms, peak = _timed(step, 5)
-                reference = logits if reference is None else reference
-                fused = [c for r in fusion_pass.reports()[known:] for c in r.fused]
-                rows.append({"phase": "decode", "form": "bf16", "shape": f"decode batch {batch}", "T": batch,
-                             "batch": batch, "variant": name, "us": ms * 1e3, "ms": round(ms, 3),
-                             "peak_gib": round(peak, 2), "difference_from_eager": _error(logits, reference),
-                             "fused": ["+".join(c.roles) for c in fused]})
+            logits, ms, peak = _timed(step, 5)
+            reference = logits if reference is None else reference
+            rows.append(_row("decode", "bf16", batch, batch, name, ms, peak, _error(logits, reference), known))
     return rows

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import compat, guarded, store
+from . import compat, guarded, store, triton_ops
 from .config import Config, split_options
 from .hooks import JointPass, with_pass
 from .report import Report
@@ -97,7 +97,7 @@ def _compile_inductor(
         return untouched
     slot = patches.get("joint_custom_pre_pass", compat.inductor_config().joint_custom_pre_pass)
     patches["joint_custom_pre_pass"] = with_pass(slot, JointPass(config), first=True)
-    with store.collect() as gathered, compat.aot_cache_disabled():
+    with store.collect() as gathered, compat.aot_cache_disabled(), triton_ops.kept_whole(gm, example_inputs):
         compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=patches)
     _finish(gathered)
     return compiled
@@ -120,7 +120,7 @@ def _compile_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], config: C
         return run(aot_gm)
 
     lower: Any = aot_autograd(fw_compiler=forward, bw_compiler=backward, inference_compiler=inference)
-    with store.collect() as gathered:
+    with store.collect() as gathered, triton_ops.kept_whole(gm, example_inputs):
         compiled: Callable[..., Any] = lower(gm, example_inputs)
     _finish(gathered)
     return compiled

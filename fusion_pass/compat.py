@@ -167,3 +167,19 @@ def compile_apart(function: Callable[..., Any], **options: Any) -> Callable[...,
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(function, **options)
     return compiled
+
+
+def triton_op_names() -> Any:
+    """Names of the ops that ``torch.library.triton_op`` defined (newer torch keeps a table of them)."""
+    from torch._library import triton
+
+    return getattr(triton, "triton_ops_to_kernels", ())
+
+
+def triton_op_decomposition(enabled: bool) -> Any:
+    """A context in which AOTAutograd takes triton ops apart or not; does nothing where torch has no such switch."""
+    import torch._functorch.config as config
+
+    if not hasattr(config, "decompose_custom_triton_ops"):
+        return contextlib.nullcontext()
+    return config.patch(decompose_custom_triton_ops=enabled)

@@ -17,9 +17,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from . import compat, guarded
+from . import compat, guarded, triton_ops
 from .backend import run_boxed
 from .config import Config
+from .details import describe
 from .report import GatedChain, Report
 
 log = logging.getLogger(__name__)
@@ -73,11 +74,19 @@ def _capturing_backend(config: Config, gathered: list[Report]) -> Callable[..., 
 
     def rewrite_copy(aot_gm: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         rewritten = fx.GraphModule(aot_gm, copy.deepcopy(aot_gm.graph))
-        gathered.append(guarded.run(rewritten, config, level="explain"))
+        report = guarded.run(rewritten, config, level="explain")
+        if report.fused:
+            report.details.append(describe(aot_gm.graph, rewritten.graph))
+        gathered.append(report)
         return run_boxed(aot_gm)  # on fake tensors: shapes only
 
     backend: Callable[..., Any] = aot_autograd(fw_compiler=rewrite_copy, inference_compiler=rewrite_copy)
-    return backend
+
+    def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with triton_ops.kept_whole(gm, inputs):
+            return backend(gm, inputs)  # type: ignore[no-any-return]
+
+    return capture
 
 
 def _gate_training(report: Report) -> Report:

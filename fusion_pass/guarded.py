@@ -12,7 +12,7 @@ import time
 import torch
 from torch import fx
 
-from . import compat
+from . import compat, triton_ops
 from .config import Config
 from .report import Report
 
@@ -55,6 +55,8 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
             raise
         report = Report(notes=[f"the pass failed and the graph was left as it came: {first_line(error)}"])
         _warn_failure(error)
+    if level == "joint":
+        triton_ops.take_apart(gm)
     report.nodes = report.nodes or nodes
     report.seconds = time.perf_counter() - start
     _tell(gm, before[0] if before else None, report, level)

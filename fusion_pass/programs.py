@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import guarded
@@ -33,11 +34,18 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
         return _rewrite_program(program, config)
     # What torch.export hands out first writes in place and keeps composite operators. The pass reads functional ATen;
     # the program becomes its decomposed form only when something was fused.
-    functional = program.run_decompositions()
+    functional = program.run_decompositions(_decompositions())
     report = _rewrite_program(functional, config)
     if report.fused:
         vars(program).update(vars(functional))
     return report
+
+
+def _decompositions() -> Any:
+    """torch.export's own table, without the one that turns a write into a slot into arithmetic on positions."""
+    table = torch.export.default_decompositions()
+    table.pop(torch.ops.aten.select_scatter.default, None)
+    return table
 
 
 def _rewrite_program(program: Any, config: Config) -> Report:

@@ -24,6 +24,7 @@ from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
 from .recognise.rotation import Table
 from .replace_product import replace_product
+from .strides import propagate_strides
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -335,6 +336,7 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes,
     for old, new in news.items():
         going_on = new if validate is None else validate(old, new)
         old.replace_all_uses_with(going_on, delete_user_cb=lambda user, keep=going_on: user is not keep)
+        propagate_strides(old.meta["val"], going_on)
         new.meta.setdefault("original_aten", old.meta.get("original_aten"))
     return replaced
 

@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from .details import GraphDetail
+
 SCHEMA_VERSION = 1
 
 ROLES = ("fmha", "kv_merge", "inverse_rope", "fp8_quant", "bgemm")
@@ -68,6 +70,7 @@ class Report:
     fused, gated, near_misses: one entry per anchor; an ordinary model's report is empty in all three.
     notes: what concerns the graph as a whole: the kill switch, a training graph that was refused, how results were
     verified.
+    details: sub-graphs and estimates, one entry per graph that has a fused chain; filled by ``explain`` only.
     graphs: number of graphs in this report. nodes: nodes of the graph before the pass.
     visits: nodes (and elements) the pass looked at. seconds: wall time the pass took.
     """
@@ -76,6 +79,7 @@ class Report:
     gated: list[GatedChain] = dataclasses.field(default_factory=list)
     near_misses: list[NearMiss] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    details: list[GraphDetail] = dataclasses.field(default_factory=list)
     graphs: int = 1
     nodes: int = 0
     visits: int = 0
@@ -92,6 +96,7 @@ class Report:
         """
         total = cls(graphs=0)
         for report in reports:
+            total.details += [_shifted(detail, len(total.fused)) for detail in report.details]
             total.fused += report.fused
             total.gated += report.gated
             total.near_misses += report.near_misses
@@ -125,6 +130,7 @@ class Report:
             fused=[FusedChain(**chain) for chain in rest.pop("fused")],
             gated=[GatedChain(**chain) for chain in rest.pop("gated")],
             near_misses=[NearMiss(**miss) for miss in rest.pop("near_misses")],
+            details=[GraphDetail.from_dict(detail) for detail in rest.pop("details", [])],
             **rest,
         )
 
@@ -150,6 +156,11 @@ class Report:
             f"{len(self.fused)} fused, {len(self.gated)} gated, {near_misses} in {graphs} "
             f"({self.nodes} nodes, {self.visits} visits, {self.seconds:.3f} s)"
         )
+
+
+def _shifted(detail: GraphDetail, by: int) -> GraphDetail:
+    chains = [dataclasses.replace(chain, index=chain.index + by) for chain in detail.chains]
+    return dataclasses.replace(detail, chains=chains)
 
 
 def _roles(roles: Iterable[str]) -> tuple[str, ...]:

@@ -115,7 +115,8 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
     for node in gm.graph.nodes:
         if node not in before:
             node.meta.setdefault("stack_trace", stack)
-            node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op})
+            node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op,
+                                                  "chain": len(report.fused)})
     quantisation = chain.quantisation
     fused = FusedChain(
         roles=chain.roles, quant=None if quantisation is None else quantisation.rule,

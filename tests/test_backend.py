@@ -17,7 +17,9 @@ INNERS = ("inductor", "aot_eager", "eager")
 relu, abs_ = torch.ops.aten.relu.default, torch.ops.aten.abs.default
 
 
-def relu_becomes_abs(gm, config):
+def relu_becomes_abs(gm, config, before_change=None):
+    if before_change is not None:
+        before_change()
     report = Report(visits=7)
     for node in list(gm.graph.nodes):
         if node.target is relu:
@@ -136,9 +138,9 @@ def test_one_report_per_compiled_graph(stand_in):
 @pytest.mark.parametrize("inner", INNERS)
 @pytest.mark.parametrize("half_done", [False, True])
 def test_failing_pass_leaves_the_graph_alone(monkeypatch, caplog, inner, half_done):
-    def failing(gm, config):
+    def failing(gm, config, before_change=None):
         if half_done:
-            relu_becomes_abs(gm, config)
+            relu_becomes_abs(gm, config, before_change)
             node = next(node for node in gm.graph.nodes if node.op == "call_function")
             with gm.graph.inserting_before(node):
                 gm.graph.call_function(abs_, (node,))  # used before it is defined
@@ -153,7 +155,7 @@ def test_failing_pass_leaves_the_graph_alone(monkeypatch, caplog, inner, half_do
 
 
 def test_strict_raises(monkeypatch):
-    def failing(gm, config):
+    def failing(gm, config, before_change=None):
         raise RuntimeError("broken pass")
 
     install_pass(monkeypatch, failing)
@@ -162,8 +164,8 @@ def test_strict_raises(monkeypatch):
 
 
 def test_malformed_result_is_undone(monkeypatch):
-    def breaking(gm, config):
-        report = relu_becomes_abs(gm, config)
+    def breaking(gm, config, before_change=None):
+        report = relu_becomes_abs(gm, config, before_change)
         first = next(node for node in gm.graph.nodes if node.op == "call_function")
         last = list(gm.graph.nodes)[-2]
         first.args = (last,)  # a cycle: lint finds it

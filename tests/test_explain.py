@@ -121,8 +121,8 @@ def test_rewrite_of_a_traced_graph(stand_in):  # noqa: F811
 
 
 def test_rewrite_of_an_exported_program(monkeypatch):
-    def replacing(gm, config):
-        report = relu_becomes_abs(gm, config)
+    def replacing(gm, config, before_change=None):
+        report = relu_becomes_abs(gm, config, before_change)
         output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
         (result,) = output.args[0]
         with gm.graph.inserting_after(result):
@@ -148,8 +148,8 @@ def test_rewrite_of_an_exported_program(monkeypatch):
 
 
 def test_failed_rewrite_keeps_an_exported_program_whole(monkeypatch):
-    def failing(gm, config):
-        relu_becomes_abs(gm, config)
+    def failing(gm, config, before_change=None):
+        relu_becomes_abs(gm, config, before_change)
         raise RuntimeError("broken pass")
 
     monkeypatch.setattr(sys.modules["fusion_pass.rewrite"], "run_on_graph", failing)

@@ -127,9 +127,9 @@ def test_other_configuration_is_another_key(stand_in, monkeypatch):  # noqa: F81
     seen = []
     inner = sys.modules["fusion_pass.rewrite"].run_on_graph
 
-    def recording(gm, config):
+    def recording(gm, config, before_change=None):
         seen.append(config.kv_split)
-        return inner(gm, config)
+        return inner(gm, config, before_change)
 
     monkeypatch.setattr(sys.modules["fusion_pass.rewrite"], "run_on_graph", recording)
     for kv_split in (1, 2):
@@ -188,7 +188,7 @@ def test_backend_and_hook_together_rewrite_once(stand_in):  # noqa: F811
 
 
 def test_hook_fails_open(monkeypatch):
-    def failing(gm, config):
+    def failing(gm, config, before_change=None):
         raise RuntimeError("broken pass")
 
     monkeypatch.setattr(sys.modules["fusion_pass.rewrite"], "run_on_graph", failing)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -14,49 +11,30 @@ from typing import Any
 import torch
 
 from ..explain import explain
+from ..explain_html import page
 from ..report import Report
 from .console import step
-
-
-class UsageError(Exception):
-    """What the user named cannot be used; the message says how it should look."""
+from .target import UsageError, load
 
 
 def run(arguments: Namespace) -> int:
-    """Exit code 0: something would be fused; 1: nothing; 2: the target cannot be used."""
+    """Exit code 0: something would be fused; 1: nothing; 2: the target or the output file cannot be used."""
     try:
-        model, args, kwargs = _inputs(_load(arguments.target))
+        model, args, kwargs = _inputs(load(arguments.target))
     except UsageError as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
     with step("capturing"), torch.no_grad():
         report: Report = explain(model, dynamic=True if arguments.dynamic else None)(*args, **kwargs)
+    if arguments.html:
+        try:
+            Path(arguments.html).write_text(page(report, f"fusion_pass: {arguments.target}"), encoding="utf-8")
+        except OSError as error:
+            print(f"explain: cannot write {arguments.html}: {error.strerror}", file=sys.stderr)
+            return 2
+        print(f"wrote {arguments.html}", file=sys.stderr)
     print(report.to_json(indent=2) if arguments.json else report)
     return 0 if report.fused else 1
-
-
-def _load(target: str) -> Callable[[], Any]:
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name:
-        raise UsageError(f"expected MODULE:FUNCTION or FILE.py:FUNCTION, got {target!r}")
-    try:
-        if place.endswith(".py"):
-            path = Path(place)
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            if spec is None or spec.loader is None or not path.is_file():
-                raise UsageError(f"no file {place}")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
-            spec.loader.exec_module(module)
-        else:
-            sys.path.insert(0, os.getcwd())
-            module = importlib.import_module(place)
-    except ImportError as error:
-        raise UsageError(f"cannot import {place}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UsageError(f"{place} has no function {name!r}")
-    return function  # type: ignore[no-any-return]
 
 
 def _inputs(function: Callable[[], Any]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..report import ROLES
 from ..version import __version__
 
 
@@ -32,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from . import explain_command
 
             return explain_command.run(arguments)
+        if arguments.command in ("list-patterns", "check-pattern"):
+            from . import patterns_command
+
+            listing = arguments.command == "list-patterns"
+            return (patterns_command.list_patterns if listing else patterns_command.check_pattern)(arguments)
         from . import bench
 
         return bench.run(rest)
@@ -87,6 +93,27 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("target", metavar="MODULE:FUNCTION")
     explain.add_argument("--dynamic", action="store_true", help="capture with dynamic shapes")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    explain.add_argument("--html", metavar="FILE", help="write the report as one self-contained HTML page as well")
+
+    listing = commands.add_parser("list-patterns", help="the roles, the declared library ops, what is registered")
+    listing.add_argument(
+        "--load", action="append", default=[], metavar="MODULE", help="import a module or FILE.py that registers some"
+    )
+    listing.add_argument("--json", action="store_true", help="print the lists as JSON")
+
+    check = commands.add_parser(
+        "check-pattern",
+        help="compare your function with a role's reference",
+        description="Runs FUNCTION and the role's reference on random inputs of several shapes, in fp32 and bf16. Exit "
+        "code 0 when they agree, 1 when they do not (with the first differing element).",
+    )
+    check.add_argument("target", metavar="FILE.py:FUNCTION")
+    check.add_argument("--role", required=True, choices=ROLES)
+    check.add_argument("--rtol", type=float, default=None, help="tolerance relative to the largest value")
+    check.add_argument("--block", type=_positive, default=None, help="fp8_quant: width of a block")
+    check.add_argument("--scale-rule", choices=("fp32", "ue8m0"), default=None, help="fp8_quant: rule of the scales")
+    check.add_argument("--floor", type=float, default=None, help="fp8_quant: lower bound of a block's magnitude")
+    check.add_argument("--json", action="store_true", help="print the result as JSON")
 
     commands.add_parser("bench", help="run the benchmarks of a source checkout (python -m benchmarks)", add_help=False)
     return parser

@@ -224,7 +224,7 @@ def _write_out(graph: fx.Graph, node: fx.Node, row: OpaqueOp, sizes: list[Sizes]
     call = read_call(node)
     _check_known(row, call, sizes)
     traced = _trace(row, call)
-    nodes, results = _insert(graph, node, traced, call)
+    nodes, results = insert_traced(graph, node, traced, call)
     outputs = []
     for old, at in call.readers:
         new = results[at] if at < len(results) else None
@@ -279,7 +279,7 @@ def _decompositions() -> dict:
     return {op: rule for op, rule in select_decomp_table().items() if getattr(op, "overloadpacket", op) not in keep}
 
 
-def _insert(graph: fx.Graph, before: fx.Node, traced: fx.GraphModule, call: Call
+def insert_traced(graph: fx.Graph, before: fx.Node, traced: fx.GraphModule, call: Call
             ) -> tuple[list[fx.Node], list[fx.Node | None]]:
     """Copy the traced nodes; every result is a node of its own (never an operand, never another result)."""
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -344,4 +344,4 @@ def _same_form(old: fx.Node, new: fx.Node, sizes: list[Sizes]) -> bool:
     return all(s.shape(old) == s.shape(new) for s in sizes)
 
 
-__all__ = ["DeclaredOps", "Expansion", "Plan"]
+__all__ = ["DeclaredOps", "Expansion", "Plan", "insert_traced"]

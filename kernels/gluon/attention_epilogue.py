@@ -88,13 +88,13 @@ class Output:
         return row * HEAD_DIM
 
     @gluon.jit
-    def denominator(self, sums, maximum, block, token, split, live, STORE_LSE: gl.constexpr):
+    def denominator(self, sums, maximum, block, token, split, STORE_LSE: gl.constexpr):
         """1 / softmax denominator per row, sink included unless this is a partial, whose lse it stores instead."""
         head = block * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
         if self.EPILOGUE == EPILOGUE_PARTIAL:
             if STORE_LSE:
                 pointer = self.lse + (split.to(gl.int64) * self.total + token) * self.HEADS + head
-                gl.store(pointer, (maximum + gl.log2(sums)) * LN2, mask=(head < self.HEADS) & live)
+                gl.store(pointer, (maximum + gl.log2(sums)) * LN2, mask=(head < self.HEADS))
         elif self.HAS_SINK:
             sink = gl.load(self.sink + head, mask=head < self.HEADS, other=float("-inf")).to(gl.float32)
             sums += exp2_approx(sink * LOG2E - maximum)
@@ -116,7 +116,7 @@ class Output:
         return gl.convert_layout(gl.reshape(joined, [TILE, COLUMNS]), OUTPUT, assert_trivial=True)
 
     @gluon.jit
-    def store_tile(self, x, staging, block, token, split, live, column):
+    def store_tile(self, x, staging, block, token, split, column):
         """Write a [64, 128] tile of 8- or 16-bit values through shared memory, 16 bytes per thread and store."""
         VECTOR: gl.constexpr = 128 // self.out.dtype.element_ty.primitive_bitwidth
         WIDE: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 * VECTOR // COLUMNS, COLUMNS // VECTOR], [4, 1], [1, 0])
@@ -125,29 +125,29 @@ class Output:
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE))
         pointer = self.out + gl.expand_dims(self.row_offset(head, token, split), 1) + gl.expand_dims(columns, 0)
         gl.thread_barrier()
-        gl.store(pointer, staging.load(WIDE), mask=gl.expand_dims((head < self.HEADS) & live, 1))
+        gl.store(pointer, staging.load(WIDE), mask=gl.expand_dims((head < self.HEADS), 1))
 
     @gluon.jit
-    def chunk(self, x, staging, block, token, split, live, CHUNK: gl.constexpr):
+    def chunk(self, x, staging, block, token, split, CHUNK: gl.constexpr):
         """Finish one normalised fp32 chunk x[64, 128] of the heads' columns CHUNK * 128 to CHUNK * 128 + 127."""
         if self.EPILOGUE == EPILOGUE_QUANT:
-            codes = self.quantise(x, block, token, live, CHUNK)
+            codes = self.quantise(x, block, token, CHUNK)
             buffer = staging._reinterpret(gl.float8e4nv, [TILE, COLUMNS], gl.NVMMASharedLayout(128, 8, rank=2))
-            self.store_tile(codes, buffer, block, token, split, live, CHUNK * COLUMNS)
+            self.store_tile(codes, buffer, block, token, split, CHUNK * COLUMNS)
         elif self.out.dtype.element_ty == gl.float32:
             # partials in fp32: a quad of lanes writes whole 32-byte sectors straight from the accumulators
             head = block * TILE + gl.arange(0, TILE, gl.SliceLayout(1, OUTPUT))
             columns = CHUNK * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUTPUT))
             offset = gl.expand_dims(self.row_offset(head, token, split), 1) + gl.expand_dims(columns, 0)
-            gl.store(self.out + offset, x, mask=gl.expand_dims((head < self.HEADS) & live, 1))
+            gl.store(self.out + offset, x, mask=gl.expand_dims((head < self.HEADS), 1))
         else:
             buffer = staging._reinterpret(
                 self.out.dtype.element_ty, [TILE, COLUMNS], gl.NVMMASharedLayout(128, 16, rank=2)
             )
-            self.store_tile(x.to(self.out.dtype.element_ty), buffer, block, token, split, live, CHUNK * COLUMNS)
+            self.store_tile(x.to(self.out.dtype.element_ty), buffer, block, token, split, CHUNK * COLUMNS)
 
     @gluon.jit
-    def quantise(self, x, block, token, live, CHUNK: gl.constexpr):
+    def quantise(self, x, block, token, CHUNK: gl.constexpr):
         """Codes of x[64, 128]; stores its blocks' scales and, for the last token, zeros in the padding columns."""
         PARTS: gl.constexpr = COLUMNS // self.BLOCK
         if PARTS == 1:
@@ -164,7 +164,7 @@ class Output:
         else:
             scale = gl.div_rn(amax, gl.full_like(amax, 448.0))
             inverse = gl.div_rn(gl.full_like(amax, 1.0), scale)
-        self.store_scales(scale, block, token, live, CHUNK)
+        self.store_scales(scale, block, token, CHUNK)
         if PARTS == 1:
             y = self.divide(x, gl.expand_dims(scale, 1), gl.expand_dims(inverse, 1))
         else:
@@ -182,7 +182,7 @@ class Output:
         return y
 
     @gluon.jit
-    def store_scales(self, scale, block, token, live, CHUNK: gl.constexpr):
+    def store_scales(self, scale, block, token, CHUNK: gl.constexpr):
         """Store scale[64] (or [64, 4] for blocks of 32) in either storage."""
         PARTS: gl.constexpr = COLUMNS // self.BLOCK
         if PARTS == 1:
@@ -205,18 +205,18 @@ class Output:
             value = scale
             pointer = self.scales + (head.to(gl.int64) * blocks + number) * self.padded + token
             step: gl.constexpr = 1
-        in_range = (head + part * 0 < self.HEADS) & live
+        in_range = head + part * 0 < self.HEADS
         gl.store(pointer, value, mask=in_range)
         if token + 1 == self.total:
             for pad in gl.static_range(1, 4):
                 gl.store(pointer + pad * step, value * 0, mask=in_range & (token + pad < self.padded))
 
     @gluon.jit
-    def finish(self, left, right, sums, maximum, staging, block, token, split, live, HALF_OF_HEAD: gl.constexpr):
-        """Normalise and write one warpgroup's 256 columns, two [64, 128] accumulators; write nothing unless `live`."""
-        inverse = per_row(self.denominator(sums, maximum, block, token, split, live, HALF_OF_HEAD == 0))
-        self.chunk(left * inverse, staging, block, token, split, live, HALF_OF_HEAD * 2)
+    def finish(self, left, right, sums, maximum, staging, block, token, split, HALF_OF_HEAD: gl.constexpr):
+        """Normalise and write one warpgroup's 256 columns, two [64, 128] accumulators."""
+        inverse = per_row(self.denominator(sums, maximum, block, token, split, HALF_OF_HEAD == 0))
+        self.chunk(left * inverse, staging, block, token, split, HALF_OF_HEAD * 2)
         x = right * inverse
         if HALF_OF_HEAD == 1 and self.EPILOGUE != EPILOGUE_PLAIN and self.EPILOGUE != EPILOGUE_PARTIAL:
             x = self.rotate(x, token)
-        self.chunk(x, staging, block, token, split, live, HALF_OF_HEAD * 2 + 1)
+        self.chunk(x, staging, block, token, split, HALF_OF_HEAD * 2 + 1)

@@ -79,8 +79,9 @@ def load_term(sh, parity, TILE_OF_PAIR: gl.constexpr):
 
 
 @gluon.jit
-def left_pair(sh, j, parity, s, term, m, l, oa, ob, scale, LAST: gl.constexpr, OUTSTANDING: gl.constexpr):
-    """One pair of tiles for consumer_left: enters with its scores complete and unless LAST leaves with the next."""
+def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl.constexpr):
+    """One pair of tiles for consumer_left: enters with its scores complete and, unless it is the last, leaves with the
+    next."""
     z = j >> 30
     m0, p = softmax_step(s, term, m, scale)
     factor = exp2_approx(m - m0)
@@ -110,7 +111,7 @@ def left_pair(sh, j, parity, s, term, m, l, oa, ob, scale, LAST: gl.constexpr, O
     tb = warpgroup_mma(sh.p[1].index(z), sh.k[5].index(z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[4])
-    if not LAST:
+    if not last:
         t = gl.zeros([TILE, TILE], gl.float32, SCORES)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 0)
         ob = warpgroup_mma_wait(1, deps=[tb])
@@ -154,39 +155,31 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         term = load_term(sh, parity, 0)
         mbarrier.arrive(sh.turn)
         s = warpgroup_mma_wait(0, deps=[t])
-        for j in range(low, high - 1):
+        for j in range(low, high):
             parity = (done + j - low) & 1
-            s, term, m, l, oa, ob = left_pair(sh, j, parity, s, term, m, l, oa, ob, scale, False, OUTSTANDING)
-        # the last pair is peeled: it starts no further scores, and q is free
-        mbarrier.arrive(sh.q_empty)
-        parity = (done + high - 1 - low) & 1
-        s, term, m, l, oa, ob = left_pair(sh, high - 1, parity, s, term, m, l, oa, ob, scale, True, OUTSTANDING)
+            last = j + 1 == high
+            mbarrier.arrive(sh.q_empty, pred=last)
+            s, term, m, l, oa, ob = left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING)
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, job >= 0, 0)
+        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, 0)
         done += high - low
         turn += 1
 
 
 @gluon.jit
 def consumer_right(sh, keys, jobs, output, scale):
-    """Scores of each pair's second tile; output columns 256..511.
-
-    The first round is a dry run: no pairs, and an epilogue that writes nothing. It fetches the epilogue's instructions
-    while the first keys are still on their way; from a cold cache they would take microseconds at the end of the job.
-    """
+    """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0
     turn = 0
-    for job in range(gl.program_id(0) - gl.num_programs(0), jobs.count, gl.num_programs(0)):
-        live = job >= 0
-        block, split, list_row, token = jobs.place(gl.maximum(job, 0))
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
-        high = gl.where(live, high, low)
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
         l = gl.zeros([TILE], gl.float32, ROWS)
         oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
@@ -237,13 +230,13 @@ def consumer_right(sh, keys, jobs, output, scale):
             oa = pin(oa)
             ob = pin(ob)
         sh.stats[3].store(l)
-        mbarrier.arrive(sh.sum_ready[1], pred=live)
-        mbarrier.wait(sh.sum_ready[0], turn & 1, pred=live)
+        mbarrier.arrive(sh.sum_ready[1])
+        mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
-        mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1, pred=live)
-        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, live, 1)
+        mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1)
+        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, 1)
         done += high - low
-        turn += live.to(gl.int32)
+        turn += 1
 
 
 @gluon.jit

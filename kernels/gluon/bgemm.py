@@ -12,7 +12,7 @@ from torch import Tensor
 from .attention import hopper_reason
 
 MIN_TOKENS = 192
-TUNING = {"STAGGER": True, "CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
+TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
 
 
 def unsupported_reason(

@@ -6,9 +6,8 @@ out[t, g, r] = sum over blocks b of K: x_scale[g, b, t] * w_scale[g, r / 128, b]
 A CTA computes tiles of 128 * HALVES tokens x 128 weight rows. A producer streams both operands with TMA through a ring
 of stages; two consumer warpgroups take 64 * HALVES tokens each. The tensor cores accumulate one block of 128 in fp32,
 which is then scaled and added to the tile's accumulator ("promotion"): while one warpgroup promotes, the other
-multiplies. Left alone they can fall into step and promote at the same time, so in every block the second one waits
-until the first has one product behind it (barrier `turn`). `pin` keeps the compiler from postponing promotions, which
-would keep several products' results alive.
+multiplies. `pin` keeps the compiler from postponing promotions, which would keep several products' results alive. With
+tiles of 128 tokens there are registers for two results, and a warpgroup multiplies while it promotes.
 """
 
 from triton.experimental import gluon
@@ -122,7 +121,7 @@ def write(acc, staging, out, first, group, row_tile, tiles):
 
 
 @gluon.jit
-def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.constexpr, STAGGER: gl.constexpr):
+def consumer(x, w, staging, full, empty, tiles, scales, out, WHICH: gl.constexpr):
     """Warpgroup WHICH of two: 64 * HALVES tokens of every tile."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, ACCUMULATOR))
     rounds: gl.constexpr = tiles.K_BLOCKS // STAGES
@@ -139,6 +138,12 @@ def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.con
         if tiles.HALVES == 2:
             x1 = scales.load_x(tiles, group, tile * 0, first + ROWS + rows)
         w0 = scales.load_w(tiles, group, row_tile, 0)
+        second = gl.minimum(tile * 0 + 1, tiles.K_BLOCKS - 1)
+        next0 = scales.load_x(tiles, group, second, first + rows)
+        next1 = next0
+        if tiles.HALVES == 2:
+            next1 = scales.load_x(tiles, group, second, first + ROWS + rows)
+        next_w = scales.load_w(tiles, group, row_tile, second)
         for k in range(rounds):
             z = done >> 30  # opaque zero, see scores_chunk in attention_kernel.py
             parity = done & 1
@@ -147,9 +152,9 @@ def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.con
                 mbarrier.wait(full[0], parity)
                 ta = start(x[WHICH], w[0], ta, z)
                 for s in gl.static_range(STAGES):
-                    following = gl.minimum(k * STAGES + s + 1, tiles.K_BLOCKS - 1)
-                    next0 = scales.load_x(tiles, group, following, first + rows)
-                    next_w = scales.load_w(tiles, group, row_tile, following)
+                    following = gl.minimum(k * STAGES + s + 2, tiles.K_BLOCKS - 1)
+                    after0 = scales.load_x(tiles, group, following, first + rows)
+                    after_w = scales.load_w(tiles, group, row_tile, following)
                     if s + 1 < STAGES:
                         mbarrier.wait(full[s + 1], parity)
                         if s % 2 == 0:
@@ -169,19 +174,17 @@ def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.con
                         acc0 = pin(acc0 + tb * gl.expand_dims(scales.product(x0, w0), 1))
                     x0 = next0
                     w0 = next_w
+                    next0 = after0
+                    next_w = after_w
             else:
                 for s in gl.static_range(STAGES):
-                    # scales of the next block are on their way while this one multiplies
-                    following = gl.minimum(k * STAGES + s + 1, tiles.K_BLOCKS - 1)
-                    next0 = scales.load_x(tiles, group, following, first + rows)
-                    next1 = scales.load_x(tiles, group, following, first + ROWS + rows)
-                    next_w = scales.load_w(tiles, group, row_tile, following)
+                    # scales of the next two blocks are on their way while this one multiplies
+                    following = gl.minimum(k * STAGES + s + 2, tiles.K_BLOCKS - 1)
+                    after0 = scales.load_x(tiles, group, following, first + rows)
+                    after1 = scales.load_x(tiles, group, following, first + ROWS + rows)
+                    after_w = scales.load_w(tiles, group, row_tile, following)
                     mbarrier.wait(full[s], parity)
-                    if WHICH == 1 and STAGGER:
-                        mbarrier.wait(turn[s], parity)
                     ta = warpgroup_mma_wait(0, deps=[start(x[s * 4 + WHICH * 2], w[s], ta, z)])
-                    if WHICH == 0 and STAGGER:
-                        mbarrier.arrive(turn[s])
                     acc0 = pin(acc0 + ta * gl.expand_dims(scales.product(x0, w0), 1))
                     ta = warpgroup_mma_wait(0, deps=[start(x[s * 4 + WHICH * 2 + 1], w[s], ta, z)])
                     mbarrier.arrive(empty[s])
@@ -189,6 +192,9 @@ def consumer(x, w, staging, full, empty, turn, tiles, scales, out, WHICH: gl.con
                     x0 = next0
                     x1 = next1
                     w0 = next_w
+                    next0 = after0
+                    next1 = after1
+                    next_w = after_w
             done += 1
         write(acc0, staging, out, first, group, row_tile, tiles)
         if tiles.HALVES == 2:
@@ -228,7 +234,7 @@ def bgemm_kernel(
     x_rows, w_rows, x_scales, w_scales, out, tiles_count, tokens, blocks_m, padded,
     ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, HALVES: gl.constexpr,
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr,
-    STAGGER: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K]; see `launch_bgemm` for the rest."""
     L: gl.constexpr = x_rows.layout
@@ -247,14 +253,12 @@ def bgemm_kernel(
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     staging0 = gl.allocate_shared_memory(out.dtype.element_ty, [ROWS, BLOCK], OUT)
     staging1 = gl.allocate_shared_memory(out.dtype.element_ty, [ROWS, BLOCK], OUT)
-    # one per stage: the first warpgroup may be several blocks ahead
-    turn = (allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1))
     full = (allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1))
     empty = (allocate_barrier(2), allocate_barrier(2), allocate_barrier(2), allocate_barrier(2))
     gl.warp_specialize(
         [
-            (consumer, (x, w, staging0, full, empty, turn, tiles, scales, out, 0, STAGGER)),
-            (consumer, (x, w, staging1, full, empty, turn, tiles, scales, out, 1, STAGGER)),
+            (consumer, (x, w, staging0, full, empty, tiles, scales, out, 0)),
+            (consumer, (x, w, staging1, full, empty, tiles, scales, out, 1)),
             (producer, (x_rows, w_rows, x, w, full, empty, tiles)),
         ],
         [4, 4],

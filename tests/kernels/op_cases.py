@@ -91,6 +91,24 @@ class Maker:
                 factors = factors.view(torch.float8_e8m0fnu)
         return codes, scales, weight, factors
 
+    def pages(self, count=3, page_size=8, padding=40) -> Tensor:
+        """A paged FP8 cache [count, bytes] of random values; the layout is written out in reference/paged.py."""
+        values = self.normal(count, page_size, 448, dtype=torch.float32, std=40.0).to(torch.float8_e4m3fn)
+        rotated = self.normal(count, page_size, 64, dtype=torch.bfloat16)
+        data = torch.cat([values.view(torch.uint8), rotated.view(torch.uint8)], 2).flatten(1)
+        exponents = self.integers(120, 126, (count, page_size * 8), dtype=torch.uint8)
+        tail = self.integers(0, 256, (count, padding), dtype=torch.uint8)
+        return torch.cat([data, exponents, tail], 1)
+
+    def paged(self, tokens=5, heads=4, columns=9):
+        """(q, pages, indices, sink) of the paged ops; pages of 8 rows."""
+        return (
+            self.normal(tokens, heads, 512),
+            self.pages(),
+            self.integers(-1, 26, (tokens, columns)),
+            self.normal(heads, dtype=torch.float32),
+        )
+
 
 def every_op(make: Maker, tokens: int = 5):
     """(op name, args, kwargs) covering every op and every optional argument once; ``tokens`` queries in all."""
@@ -106,6 +124,14 @@ def every_op(make: Maker, tokens: int = 5):
     other = {"stat_scale": 0.7, "kv_split": 2, "out_dtype": torch.float16}
     packed = {"scale_rule": "ue8m0", "pack_scales": True, "block": 32}
     narrow = {"block": 32, "weight_block": 32}
+    paged = m.paged(tokens=tokens)
+    more_pages = {
+        "lengths": m.integers(0, 10, (tokens,)),
+        "extra_pages": m.pages(5, 4),
+        "extra_indices": m.integers(-1, 20, (tokens, 6)),
+        "extra_lengths": m.integers(0, 7, (tokens,)),
+        "extra_page_size": 4,
+    }
     return [
         ("attention", (*dense, scale), {}),
         ("attention", (heads_first, dense[1], None, None, scale, True, 3), {}),
@@ -119,6 +145,9 @@ def every_op(make: Maker, tokens: int = 5):
         ("attention_gathered_rope_quant", (q, kv, indices, sink, *rope, scale, groups), pools),
         ("attention_gathered_rope_quant", (q, kv, indices, sink, *rope, scale, groups), {**pools, **packed}),
         ("attention_partials", (q, kv, indices, scale, 3), pools),
+        ("attention_paged_fp8", (*paged, scale, 8), {}),
+        ("attention_paged_fp8_rope", (*paged, *rope, scale, groups, 8), more_pages),
+        ("attention_paged_fp8_rope_quant", (*paged, *rope, scale, groups, 8), more_pages),
         ("inverse_rope", (q, *rope, groups), {}),
         ("inverse_rope_quant", (q, *rope, groups), {"scale_rule": "ue8m0"}),
         ("inverse_rope_quant", (q, *rope, groups), packed),

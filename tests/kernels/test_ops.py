@@ -15,8 +15,9 @@ ops = torch.ops.fusion_pass
 CASES = range(len(every_op(Maker())))
 NAMES = {
     "attention", "attention_rope", "attention_rope_quant", "attention_gathered", "attention_gathered_rope",
-    "attention_gathered_rope_quant", "attention_partials", "inverse_rope", "inverse_rope_quant", "merge_partials",
-    "merge_partials_rope", "merge_partials_rope_quant", "fp8_bgemm",
+    "attention_gathered_rope_quant", "attention_partials", "attention_paged_fp8", "attention_paged_fp8_rope",
+    "attention_paged_fp8_rope_quant", "inverse_rope", "inverse_rope_quant", "merge_partials", "merge_partials_rope",
+    "merge_partials_rope_quant", "fp8_bgemm",
 }  # fmt: skip
 
 

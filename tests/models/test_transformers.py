@@ -85,8 +85,14 @@ TOLERANCE = {(torch.float32, False): 1e-4, (torch.float32, True): 2e-2, (torch.b
 FORMS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("dtype, fp8", FORMS)
+def some_slow(forms, quick):
+    """Every form with batch 1 and 2; those that are not in ``quick`` (number of the form, batch) are long tests, as
+    Dynamo takes ten seconds for each."""
+    return [pytest.param(*form, batch, marks=() if (number, batch) in quick else pytest.mark.slow)
+            for number, form in enumerate(forms) for batch in (1, 2)]
+
+
+@pytest.mark.parametrize("dtype, fp8, batch", some_slow(FORMS, {(0, 1), (1, 2), (2, 1), (3, 2)}))
 def test_prefill_without_cache(models, dtype, fp8, batch):
     model, ids, reports = models(dtype, fp8), prompt(batch), Reports()
     logits = compile_model(model)(ids, use_cache=False).logits
@@ -97,8 +103,7 @@ def test_prefill_without_cache(models, dtype, fp8, batch):
     assert relative(logits, model(ids, use_cache=False).logits) < TOLERANCE[dtype, fp8]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("dtype, fp8", FORMS[:3])
+@pytest.mark.parametrize("dtype, fp8, batch", some_slow(FORMS[:3], {(0, 1), (2, 2)}))
 def test_cached_prefill_and_decode(models, dtype, fp8, batch):
     model, ids, reports = models(dtype, fp8), prompt(batch), Reports()
     compiled = compile_model(model)

@@ -134,3 +134,16 @@ def test_table():
     with pytest.raises(ValueError, match="declared already"):
         opaque.add(opaque.ROWS[0])
     assert opaque.declared(torch.ops.aten.mm.default) is None
+
+
+def test_list_patterns(capsys):
+    import json
+
+    from fusion_pass.cli.main import main
+    assert main(["list-patterns", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in listed["roles"]] == list(fusion_pass.report.ROLES)
+    assert {op["name"] for op in listed["declared_ops"]} == {row.name for row in opaque.ROWS}
+    assert main(["list-patterns"]) == 0
+    text = capsys.readouterr().out
+    assert "vllm::deepseek_v4_fp8_einsum" in text and "(Tensor o, Tensor cos, Tensor sin) -> Tensor" in text

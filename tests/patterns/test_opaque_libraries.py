@@ -30,6 +30,34 @@ def grouped_path(p: Path, op, lengths=None):
     return fn, (p.o, tables[:, :HALF], tables[:, HALF:], p.weight, p.weight_scales, p.wo_b)
 
 
+def test_finegrained_fp8_with_its_attention():
+    """What a layer of transformers' FP8 model computes: the whole chain is one attention and one product."""
+    engine_ops.finegrained()
+    p = Path()
+    tail, (_, cos, sin, weight, scales, wo_b) = grouped_path(p, torch.ops.finegrained_fp8.matmul_grouped)
+    gen = torch.Generator().manual_seed(8)
+    q = torch.randn(1, p.heads, p.tokens, HEAD_DIM, generator=gen).bfloat16()
+    kv = torch.randn(1, 1, 12, HEAD_DIM, generator=gen).bfloat16()
+    mask = torch.zeros(1, 1, p.tokens, 12).masked_fill(torch.rand(1, 1, p.tokens, 12, generator=gen) < 0.3,
+                                                       float("-inf")).bfloat16()
+    sinks = torch.randn(p.heads, generator=gen)
+
+    def fn(q, kv, mask, sinks, cos, sin, weight, scales, wo_b):
+        keys = kv.expand(-1, p.heads, -1, -1)
+        logits = torch.matmul(q, keys.transpose(2, 3)) * HEAD_DIM ** -0.5 + mask
+        logits = torch.cat((logits, sinks.reshape(1, -1, 1, 1).expand(1, -1, q.shape[2], -1)), -1)
+        probabilities = torch.softmax(logits - logits.max(-1, keepdim=True).values, -1, dtype=torch.float32)
+        o = torch.matmul(probabilities[..., :-1].to(q.dtype), keys).transpose(1, 2).contiguous()
+        return tail(o[0], cos, sin, weight, scales, wo_b)
+
+    args = (q, kv, mask, sinks, cos, sin, weight, scales, wo_b)
+    got = run(fn, *args)
+    assert roles(got) == [("fmha", *TAIL)], got.report
+    assert got.report.fused[0].op == "fusion_pass.attention_rope_quant + fusion_pass.fp8_bgemm"
+    assert not any("softmax" in op or "finegrained" in op for op in got.ops)
+    assert_close(got.out, fn(*args))
+
+
 @pytest.mark.parametrize("name", ["matmul_grouped", "w8a8_block_fp8_matmul_grouped"])
 @pytest.mark.parametrize("e8m0", [False, True])
 def test_finegrained_fp8(name, e8m0):

@@ -1,0 +1,224 @@
+"""Fill the generated blocks of README.md and docs/*.md.
+
+    python tools/docs_blocks.py            write them
+    python tools/docs_blocks.py --check    exit code 1 when a committed block is not what this code gives
+
+A block stands between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``; what NAME means is in :data:`BLOCKS`. Figures
+come from benchmarks/results/*.json and nowhere else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
+
+import fusion_pass  # noqa: E402
+from fusion_pass.details import line  # noqa: E402
+
+
+def _example() -> Any:
+    path = ROOT / "examples" / "plain_attention.py"
+    spec = importlib.util.spec_from_file_location("plain_attention", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def graph() -> str:
+    """The graph of examples/plain_attention.py before and after ``rewrite``: inputs and computing operators."""
+    model, args = _example().example()
+    with torch.no_grad():
+        program = torch.export.export(model, args).run_decompositions({})
+        before = _listing(program.graph)
+        fusion_pass.rewrite(program, fusion_pass.Config(disable=False))
+        after = _listing(program.graph)
+    return (f"Before ({len(before)} computing operators; views are left out):\n\n```text\n" + "\n".join(before)
+            + f"\n```\n\nAfter ({len(after)}):\n\n```text\n" + "\n".join(after) + "\n```")
+
+
+def _listing(graph: torch.fx.Graph) -> list[str]:
+    """Computing nodes with short names, references resolved through views."""
+    names: dict[torch.fx.Node, str] = {}
+    lines, count = [], 0
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            names[node] = node.name.removeprefix("p_")
+        elif node.op == "call_function":
+            if not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
+                continue
+            if node.target is operator.getitem:
+                names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
+                continue
+            if node.target.is_view or node.target._opname in (
+                    "_unsafe_view", "reshape"):
+                names[node] = names[node.all_input_nodes[0]]
+                continue
+            names[node] = f"%{count}"
+            count += 1
+            lines.append(_renamed(line(node), node, names))
+    return lines
+
+
+def _renamed(text: str, node: torch.fx.Node, names: dict[torch.fx.Node, str]) -> str:
+    head, equals, call = text.partition(" = ")
+    function, _, arguments = call.partition("(")
+    for source in sorted(node.all_input_nodes, key=lambda n: -len(n.name)):
+        arguments = re.sub(rf"\b{source.name}\b", lambda _, n=source: f"\0{names[n]}\0", arguments)
+    head = head.replace(f"{node.name}:", f"{names[node]}:", 1)
+    return f"{head}{equals}{function}({arguments}".replace("\0", "").replace(", device=cpu, pin_memory=False", "")
+
+
+def report() -> str:
+    """The report of the same example, without what differs from run to run."""
+    model, args = _example().example()
+    with torch.no_grad():
+        text = str(fusion_pass.explain(model)(*args))
+    text = re.sub(r" \(\d+ nodes.*?\)", "", text).replace(f"{ROOT}/", "")
+    return f"```text\n{text}\n```"
+
+
+def benchmarks(*names: str) -> str:
+    """Tables of committed results: times in microseconds (rows: tokens, columns: variants), or the rows as they are."""
+    files = [RESULTS / f"{n}.json" for n in names] if names else sorted(RESULTS.glob("*.json"))
+    parts = [_result(json.loads(path.read_text())) for path in files if path.is_file()]
+    if not parts:
+        return "No results are committed: `python -m benchmarks all` on a GPU writes them to `benchmarks/results/`."
+    return "\n\n".join(parts)
+
+
+def _result(values: dict[str, Any]) -> str:
+    env, rows = values["environment"], values["rows"]
+    title = (f"**{values['benchmark']}** on {env.get('gpu', 'an unnamed device')}, torch {env.get('torch', '?')}, "
+             f"triton {env.get('triton', '?')}")
+    pivot = all({"shape", "T", "variant", "us"} <= row.keys() for row in rows)
+    if not pivot:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        return f"{title}\n\n{_table(columns, ([_cell(row.get(c, '')) for c in columns] for row in rows))}"
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    cells = {(row["shape"], row["T"], row["variant"]): row["us"] for row in rows}
+    keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
+    body = ([s, str(t), *(_cell(cells.get((s, t, v), "")) for v in variants)] for s, t in keys)
+    return f"{title}, microseconds\n\n{_table(['shape', 'tokens', *variants], body)}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 1 else f"{value:.3g}"
+    return "" if value is None else str(value)
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows])
+
+
+def config() -> str:
+    """Fields of ``Config``: default and description, from the class itself."""
+    text = fusion_pass.Config.__doc__ or ""
+    found = dict(re.findall(r"^    (\w+): (.*?)(?=^    \w+: |\n\n    Raises)", text, re.S | re.M))
+    rows = []
+    for field in dataclasses.fields(fusion_pass.Config):
+        description = " ".join(found[field.name].replace("``", "`").split())
+        used = [f"`{path.relative_to(ROOT).as_posix()}`" for folder in ("fusion_pass", "kernels")
+                for path in sorted((ROOT / folder).rglob("*.py"))
+                if path.name != "config.py" and re.search(rf"\bconfig\.{field.name}\b", path.read_text())]
+        rows.append([f"`{field.name}`", f"`{field.default!r}`", description,
+                     ", ".join(used) or "nowhere yet: accepted, without effect"])
+    return _table(["field", "default", "meaning", "read in"], rows)
+
+
+def declared() -> str:
+    """Declared ops of libraries and engines, with the tests that run each."""
+    from fusion_pass.patterns import opaque
+
+    tests = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("tests/patterns/*.py"))}
+    rows = []
+    for row in opaque.ROWS:
+        name = row.name.partition("::")[2]
+        by = [f"`{path}`" for path, text in tests.items() if re.search(rf"\b{name}\b", text) and "/test_" in path]
+        how = "written out and fused" if row.expand else "stays opaque; what follows is fused"
+        rows.append([f"`{row.name}`", row.versions, ", ".join(row.roles), how, ", ".join(by) or "not yet tested"])
+    return _table(["op", "versions", "roles", "what happens", "tested by"], rows)
+
+
+def corpus() -> str:
+    """Cases of the corpus by the roles that they expect."""
+    counts: dict[tuple[str, str], int] = {}
+    negative = 0
+    for path in sorted(ROOT.glob("tests/corpus/cases/*.py")):
+        text = path.read_text()
+        found = re.search(r"EXPECT = dict\(fused=True,\s*roles=\[(.*?)\],\s*quant=(.*?),", text, re.S)
+        if found is None:
+            negative += 1
+            continue
+        key = (found[1].replace("'", "").replace("\n", " "), found[2].strip("'\" "))
+        counts[key] = counts.get(key, 0) + 1
+    rows = [[roles, quant, str(count)] for (roles, quant), count in sorted(counts.items())]
+    rows.append(["nothing may be fused", "", str(negative)])
+    return _table(["roles that are fused", "scale rule", "cases"], rows)
+
+
+def roles() -> str:
+    """The roles, their arguments and their reference functions."""
+    from fusion_pass.patterns.roles import ROLES
+
+    return _table(["role", "arguments", "options", "reference"],
+                  ([f"`{r.name}`", f"`{r.schema}`", ", ".join(f"`{o}`" for o in r.options),
+                    f"`patterns/{r.reference.__module__.rpartition('.')[2]}.py`"] for r in ROLES.values()))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
+    "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
+}
+_BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)
+
+
+def filled(text: str, made: dict[str, str]) -> str:
+    """The text with its blocks filled; ``made`` keeps what was made already. Raises KeyError for an unknown block."""
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in made:
+            made[name] = BLOCKS[name]()
+        return f"{match[1]}{made[name]}\n{match[3]}"
+
+    return _BLOCK.sub(fill, text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    arguments = parser.parse_args(argv)
+    made: dict[str, str] = {}
+    stale = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = path.read_text()
+        new = filled(text, made)
+        if new != text:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if not arguments.check:
+                path.write_text(new)
+    for name in stale:
+        print(("stale: " if arguments.check else "wrote ") + name)
+    return 1 if stale and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
