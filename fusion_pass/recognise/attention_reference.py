@@ -194,7 +194,8 @@ class Prover:
         if sink is not None:
             extra = leaves[sink.node](_at(sink, [head]))[:, None]
             for mask in gate:
-                extra = _masked(extra, mask, leaves[mask.operand.node], _at(mask.operand, [t for t in tokens])[:, None])
+                at = _at(mask.operand, tokens).expand(len(head))
+                extra = _masked(extra, mask, leaves[mask.operand.node], at[:, None])
             logit = torch.cat([logit, extra], 1)
             value = torch.cat([value, torch.zeros_like(value[:, :1])], 1)
         return torch.einsum("mn,mnd->md", torch.softmax(logit, 1), value)

@@ -41,7 +41,7 @@ def constant_only(node: fx.Node, limit: int = 200) -> bool:
         if here in seen or not is_tensor(here):
             continue
         seen.add(here)
-        if here.op == "placeholder" or len(seen) > limit:
+        if (here.op == "placeholder" and here.meta.get("lifted_constant") is None) or len(seen) > limit:
             return False
         if here.target in (aten.rand.default, aten.rand_like.default, aten.bernoulli.p, aten.native_dropout.default):
             return False
