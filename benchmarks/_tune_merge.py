@@ -2,7 +2,8 @@
 """Tuning sweep of the split-KV merge: times every candidate layout and writes the table that the policy reads.
 
     python -m benchmarks._tune_merge --json sweep.json --table kernels/tuning/merge_sm90.py
-    python -m benchmarks._tune_merge --from-json sweep.json --table ...     (write the table again, no GPU)
+    python -m benchmarks merge                                    (times the finalists again, with more replays)
+    python -m benchmarks._tune_merge --from-json sweep.json --finalists benchmarks/results/merge.json --table ...
 
 Every candidate's result is checked against a float64 merge before anything is timed. Merges run back to back on one
 buffer: below the L2's size partials come from the cache, as they do behind the attention that wrote them.
@@ -19,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from fusion_pass.kernels.reduction import KvSplitDecision
+from fusion_pass.kernels.reduction import KvSplitDecision, default_layout, measured_layouts
 from fusion_pass.kernels.triton.merge import unrolled_steps
 
 from benchmarks import harness
@@ -31,6 +32,8 @@ HALF_ROWS = (128, 512, 2048)
 HALF_PARTIALS = (4, 8, 18, 32, 64, 128)
 MAX_BYTES = 1 << 31
 PDL_PARTIALS = (8, 18, 32)
+HEADS = 128  # of the merge table
+WHOLE_ROW = {"serial, whole row": serial_whole_row(1), "serial, whole row, 4 loads": serial_whole_row(4)}
 PDL_LAYOUT = KvSplitDecision(1, "serial", 128, 1, 8, 18)
 
 
@@ -212,14 +215,46 @@ def measured(element_size: int, epilogue: bool) -> dict[int, dict[int, dict[int,
 '''
 
 
-def write_table(body: dict, path: Path) -> None:
-    """Reduce a sweep to the fastest layout per point and KvSplit, and write it as a Python module."""
+def fastest(rows: list[dict]) -> dict:
+    """{(element size, epilogue): {rows: {partials: {KvSplit: fastest entry}}}} of a sweep."""
     best: dict = {}
-    for row in body["rows"]:
+    for row in rows:
         point = best.setdefault((row["element_size"], row["epilogue"]), {}).setdefault(row["rows"], {})
         by_split = point.setdefault(row["partials"], {})
         entry = (row["us"], row["width"], row["warps"], row["unroll"], row["unroll_limit"])
         by_split[row["kv_split"]] = min(by_split.get(row["kv_split"], entry), entry)
+    return best
+
+
+def take_finalists(best: dict, table_rows: list[dict]) -> None:
+    """Replace the sweep's times by those of the merge table (`best` is changed in place).
+
+    The table times the layouts that won the sweep again, longer and in turn; points that the sweep lacks are added, and
+    the whole-row serial forms compete as KvSplit 1.
+    """
+    retimed: dict = {}
+    for row in table_rows:
+        name, kind, rows, count = row["variant"], (4, row["epilogue"]), row["T"] * HEADS, row["partials"]
+        if name.startswith("KvSplit "):
+            kv_split = int(name.removeprefix("KvSplit "))
+        elif name.startswith("serial"):
+            kv_split = 1
+        else:
+            continue
+        layout = WHOLE_ROW.get(name) or measured_layouts(best[kind], count, rows).get(kv_split)
+        # What the table falls back to for a KvSplit that the nearest measured point does not have.
+        layout = layout or default_layout(kv_split, head_dim=HEAD_DIM, element_size=4, reason="not measured")
+        entry = (row["us"], *key(layout)[1:])
+        point = retimed.setdefault((kind, rows, count), {})
+        point[kv_split] = min(point.get(kv_split, entry), entry)
+    for (kind, rows, count), point in retimed.items():
+        best[kind][rows].setdefault(count, {}).update(point)
+
+
+def write_table(body: dict, path: Path, finalists: list[dict]) -> None:
+    """Reduce a sweep to the fastest layout per point and KvSplit, and write it as a Python module."""
+    best = fastest(body["rows"])
+    take_finalists(best, finalists)
     pdl_max = 0
     for rows in sorted({row["rows"] for row in body["pdl"]}):
         if all(row["us_pdl"] < row["us"] for row in body["pdl"] if row["rows"] == rows):
@@ -227,11 +262,11 @@ def write_table(body: dict, path: Path) -> None:
         else:
             break
     lines = [HEADER.format(device=body["environment"]["gpu"], pdl=pdl_max)]
-    for kind, by_rows in best.items():
+    for kind, by_rows in sorted(best.items()):
         lines.append(f"    {kind}: {{\n")
-        for rows, by_partials in by_rows.items():
+        for rows, by_partials in sorted(by_rows.items()):
             lines.append(f"        {rows}: {{\n")
-            for count, by_split in by_partials.items():
+            for count, by_split in sorted(by_partials.items()):
                 lines.append(f"            {count}: {dict(sorted(by_split.items()))},\n")
             lines.append("        },\n")
         lines.append("    },\n")
@@ -243,6 +278,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the sweep")
     parser.add_argument("--from-json", type=Path, help="an earlier sweep, instead of measuring")
     parser.add_argument("--table", type=Path, help="module to write")
+    parser.add_argument("--finalists", type=Path, help="results of the merge table, whose times replace the sweep's")
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache only, no timing")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit of the measurement itself")
@@ -263,7 +299,8 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(body))
     if args.table:
-        write_table(body, args.table)
+        finalists = json.loads(args.finalists.read_text())["rows"] if args.finalists else []
+        write_table(body, args.table, finalists)
 
 
 if __name__ == "__main__":

@@ -50,5 +50,10 @@ def compile_time_gate(chain: Chain, config: Config) -> Decision:
                                f"{chain.quantisation.block}")
     if value.requires_grad:
         return Decision(False, "autograd needs the intermediate values (trace under no_grad or inference_mode)")
+    if chain.attention is not None and chain.attention.form == "partials":
+        bound = "the architecture's measured table" if config.kv_split is None else f"at most {config.kv_split}"
+        merge = f"; KvSplit: {bound}, chosen at each call from the sizes"
+    else:
+        merge = ""
     what = f"{grouping.heads} heads in {grouping.groups} groups, head_dim {rotation.head_dim}"
-    return Decision(True, f"{what}; {device_note(value.device)}")
+    return Decision(True, f"{what}; {device_note(value.device)}{merge}")

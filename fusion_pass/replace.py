@@ -49,14 +49,14 @@ def check_legality(chain: Chain, graph: fx.Graph) -> Refused | None:
     operands = {rotation.cos.node, rotation.sin.node}
     inside = _depending_on(rotation.source, rotation.node)
     if chain.attention is not None:
-        inside |= {rotation.source}
-        inside |= {n for n in chain.attention.interior if n.op == "call_function"}
+        inside.add(rotation.source)
     else:
         operands.add(rotation.source)
     live = live_nodes(graph, cut, ())
-    for node in sorted(inside - cut, key=lambda n: n.name):
-        if node in live:
-            user = next((u for u in node.users if u in live), node)
+    escaping = (inside - cut) & live
+    for node in graph.nodes if escaping else ():
+        user = next((u for u in node.users if u in live and u not in inside), None) if node in escaping else None
+        if user is not None:
             return Refused("fmha" if chain.attention is not None else "inverse_rope",
                            f"{node.name} is also read by {user.name} at {source_line(user) or 'the output'}: an "
                            "intermediate value escapes the chain", user)
@@ -64,6 +64,16 @@ def check_legality(chain: Chain, graph: fx.Graph) -> Refused | None:
     if mutation is not None:
         return Refused("fmha", f"{mutation.name} changes an operand in place before it is used", mutation)
     return None
+
+
+def kept_alive(chain: Chain, graph: fx.Graph) -> fx.Node | None:
+    """A part of the recognised attention that somebody else reads as well (returned probabilities, for example): it
+    stays, and is then computed twice. None when all of it goes."""
+    if chain.attention is None:
+        return None
+    live = live_nodes(graph, {chain.rotation.node}, ())
+    own = {n for n in chain.attention.interior if n.op == "call_function"} & live
+    return next((n for n in graph.nodes if n in own and any(u in live and u not in own for u in n.users)), None)
 
 
 def _scale_node(chain: Chain) -> fx.Node | None:
@@ -126,8 +136,9 @@ def _depending_on(source: fx.Node, node: fx.Node) -> set[fx.Node]:
 class ChainWriter:
     """Writes the fused op and its operands before the chain's rotation node."""
 
-    def __init__(self, chain: Chain, graph: fx.Graph, sizes: Sizes):
+    def __init__(self, chain: Chain, graph: fx.Graph, sizes: Sizes, kv_split: int | None = None):
         self.chain = chain
+        self.kv_split = kv_split
         # The scales are computed before the codes; everything new stands before both.
         self.builder = Builder(graph, sizes, _scale_node(chain) or chain.rotation.node)
 
@@ -232,6 +243,8 @@ class ChainWriter:
             name = "inverse_rope"
             args = [output, *tables, groups]
         kwargs: dict = {"stat_scale": operands.stat_scale} if isinstance(operands, MergeOperands) else {**pools}
+        if isinstance(operands, MergeOperands) and self.kv_split is not None:
+            kwargs["kv_split"] = self.kv_split
         if isinstance(operands, MergeOperands) and chain.quantisation is None:
             kwargs["out_dtype"] = chain.rotation.node.meta["val"].dtype
         if chain.quantisation is not None:
@@ -313,15 +326,17 @@ def _floats(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes,
-                  validate: Callable[[fx.Node, fx.Node], fx.Node] | None = None) -> Replaced | Refused:
-    """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code).
+                  validate: Callable[[fx.Node, fx.Node], fx.Node] | None = None,
+                  kv_split: int | None = None) -> Replaced | Refused:
+    """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code). ``kv_split``: upper
+    bound for a merge op.
 
     ``validate(old, new)`` may put a node behind both that decides at run time which of the two goes on.
     """
     refused = check_legality(chain, graph)
     if refused is not None:
         return refused
-    writer = ChainWriter(chain, graph, sizes)
+    writer = ChainWriter(chain, graph, sizes, kv_split)
     replaced = writer.fused()
     if isinstance(replaced, Refused):
         return replaced

@@ -23,7 +23,7 @@ from .recognise.chain_types import Chain
 from .recognise.context import Context
 from .recognise.declared import DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line
-from .replace import Replaced, replace_chain
+from .replace import Replaced, kept_alive, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,16 @@ def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[],
         if settled:
             break
         restore(gm, before)         # with another plan for the declared ops
+    report.notes += _unheeded(config)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _unheeded(config: Config) -> list[str]:
+    """Options that this version accepts and cannot honour yet: better said than silently ignored."""
+    asked = {"o_proj='fp8'": config.o_proj == "fp8", "batch_invariant": config.batch_invariant,
+             "check_inputs": config.check_inputs}
+    return [f"Config({name}) has no effect in this version" for name, is_asked in asked.items() if is_asked]
 
 
 def _run(gm: fx.GraphModule, config: Config, plan: Plan,
@@ -106,7 +114,8 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
 
     if config.verify in ("first", "always"):
         pending.append(validation.reserve())
-    outcome = replace_chain(chain, gm.graph, sizes, validate if pending else None)
+    twice = kept_alive(chain, gm.graph)
+    outcome = replace_chain(chain, gm.graph, sizes, validate if pending else None, config.kv_split)
     if isinstance(outcome, Refused):
         _erase_new(gm.graph, before)
         report.near_misses.append(_near_miss(outcome))
@@ -118,9 +127,12 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, config: Config, repo
             node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op,
                                                   "chain": len(report.fused)})
     quantisation = chain.quantisation
+    gate = decision.reason
+    if twice is not None:
+        gate += f"; {twice.name} is read by others too, so the source's part up to there stays and is computed as well"
     fused = FusedChain(
         roles=chain.roles, quant=None if quantisation is None else quantisation.rule,
-        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=decision.reason)
+        group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=gate)
     report.fused.append(fused)
     if pending:
         values = [n.meta["val"] for n in (chain.rotation.source, chain.rotation.node)]

@@ -62,8 +62,9 @@ def default_layout(kv_split: int, *, head_dim: int, element_size: int, reason: s
     to 16 rows per lane in flight (unrolled whole: up to 32), beyond which registers spill."""
     width = _width(head_dim, 256 if kv_split == 1 else 512)
     warps = max(1, width * element_size // 512)
-    return KvSplitDecision(kv_split, reason, width, warps, max(1, 8 // kv_split), 18 if kv_split == 1 else 32 //
-    kv_split)
+    return KvSplitDecision(
+        kv_split, reason, width, warps, max(1, 8 // kv_split), 18 if kv_split == 1 else 32 // kv_split
+    )
 
 
 def _check(num_partials: int, rows: int, head_dim: int, sm_count: int, bound: int | None) -> None:

@@ -110,6 +110,7 @@ def sources(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | N
     """
     if node.op != "call_function":
         return None
+    sizes.seen.add(node)
     target = node.target
     if target in SAME_ORDER:
         if target is aten.dropout.default and node.args[2]:

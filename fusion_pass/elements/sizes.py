@@ -27,6 +27,7 @@ class Sizes:
 
     def __init__(self, assignment: dict[sympy.Symbol, int] | None = None):
         self.assignment = dict(assignment or {})
+        self.seen: set[fx.Node] = set()     # nodes that an engine has looked at, see recognise/coverage.py
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
         self._numbers: dict[sympy.Expr, int | float] = {}
 

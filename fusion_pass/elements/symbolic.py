@@ -131,6 +131,7 @@ class Symbolic:
     def _compute(self, node: fx.Node, index: torch.Tensor) -> list[Value]:
         if node in self.leaves or node.op != "call_function":
             return self._atoms(node, index)
+        self.sizes.seen.add(node)
         if node.target in (aten.view_as_complex.default, aten.view_as_complex_copy.default):
             pairs = self.values(node.args[0], torch.stack([index * 2, index * 2 + 1], 1).flatten())
             return [Complex(pairs[2 * i], pairs[2 * i + 1]) for i in range(len(index))]

@@ -56,6 +56,7 @@ class Scored(Numeric):
         self.follower = Follower(sizes)
 
     def _compute(self, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+        self.sizes.seen.add(node)
         if node in self.fused:
             return self._attend(self.fused[node], index)
         product = self.products.get(node)

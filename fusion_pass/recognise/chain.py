@@ -17,9 +17,10 @@ from .attention_match import AttentionMatch, OutputAxes
 from .attention_sizes import agreed
 from .chain_types import Chain, Findings
 from .context import Context
+from .coverage import unseen
 from .projection import recognise_fp8_weight, recognise_grouping
 from .quant_path import CONTRACTIONS, FP8, Cones, QuantPath, dtype_of
-from .quantisation import recognise_quantisation
+from .quantisation import agrees_everywhere, recognise_quantisation
 from .refusal import Refused
 from .rotation import Rotation, Structure, read_structure, recognise_rotation
 from .transfer import cone_signature, transfer
@@ -184,7 +185,26 @@ class ChainFinder:
             if len(anchors) == 1 and found.scales is None and rotation.node is anchors[0].operand:
                 chain.weight = recognise_fp8_weight(anchors[0].contraction, grouping.groups, self.sizes,
                                                     self.follower)
-        return self.with_attention(chain)
+        return self._covered(self.with_attention(chain))
+
+    def _covered(self, chain: Chain) -> Chain | Refused:
+        """Proofs look at samples; what lies on the way of other elements only is looked at here, or not removed."""
+        missing = unseen(chain, self.sizes)
+        if missing and chain.attention is not None:
+            inside = [n for n in missing if n in chain.attention.interior]
+            if inside:
+                chain.attention, chain.attention_refused = None, Refused(
+                    "fmha", f"some tokens, heads or channels come by {inside[0].name}, apart from the others",
+                    inside[0])
+                missing = unseen(chain, self.sizes)
+        if missing:
+            agreed = agrees_everywhere(chain.rotation, chain.quantisation, self.sizes, self.context.tensor_constant)
+            missing = unseen(chain, self.sizes) if agreed else missing
+        if missing:
+            role = "inverse_rope" if chain.quantisation is None else "fp8_quant"
+            return Refused(role, f"some tokens, heads or channels come by {missing[0].name}, apart from the others",
+                           missing[0])
+        return chain
 
     def _overlap(self, rotation: Rotation, anchors: list[Anchor]) -> bool:
         """Do two of the contractions read the same elements of the rotated output? (Loops over groups, blocks or tokens

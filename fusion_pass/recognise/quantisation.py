@@ -21,7 +21,7 @@ import torch
 import torch.fx as fx
 
 from ..elements.follow import Follower
-from ..elements.moves import CASTS
+from ..elements.moves import CASTS, unravel
 from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
 from ..patterns.fp8_quant import E4M3_MAX, block_scale
@@ -32,6 +32,7 @@ from .rotation import Rotation
 
 aten = torch.ops.aten
 BLOCKS = (128, 32)
+MANY_ROWS = 512
 MAGNITUDES = (1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
 
 
@@ -121,15 +122,40 @@ def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, fo
     return scales if isinstance(scales, Refused) else Quantisation(rule, block, floors[0], scales)
 
 
-def _values(rotation: Rotation, sizes: Sizes, constants: Callable | None, magnitude: float
-            ) -> tuple[torch.Tensor, torch.Tensor]:
+def agrees_everywhere(rotation: Rotation, quantisation: Quantisation | None, sizes: Sizes,
+                      constants: Callable | None) -> bool:
+    """Compare many more elements than the proof: all heads of the first token, and the first head of all tokens."""
+    fixed = [a for a in rotation.axes if not a.is_token]
+    moving = [a for a in rotation.axes if a.is_token]
+    rows = []
+    for axes in (fixed, moving):
+        counts = [a.size if a in axes else 1 for a in rotation.axes]
+        total = 1
+        for count in counts:
+            total *= count
+        at = torch.arange(total) if total <= MANY_ROWS else torch.linspace(0, total - 1, MANY_ROWS).long()
+        rows.append(torch.stack(unravel(at, tuple(counts)), 1))
+    try:
+        x, found = _values(rotation, sizes, constants, 1.0, torch.cat(rows))
+    except Unevaluated:
+        return False
+    if quantisation is None:
+        return bool(((x - found).abs() <= 1e-9 * x.abs().clamp_min(1e-3)).all())
+    want = _quantised(x, quantisation.block, quantisation.rule, quantisation.floor, quantisation.scales is not None)
+    wrong = (found - want).abs() > 1e-5 * want.abs().clamp_min(1e-37)
+    blocks = wrong.view(len(wrong), -1, quantisation.block).sum(-1)
+    return _equal(found, want) and int(blocks.max()) <= quantisation.block // 8
+
+
+def _values(rotation: Rotation, sizes: Sizes, constants: Callable | None, magnitude: float,
+            outer: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotation and the node's elements, [M, head_dim] each, from random attention outputs of one magnitude."""
     leaves = {rotation.source: random_leaf(11, magnitude)}
     tables = sorted({rotation.cos.node, rotation.sin.node}, key=lambda n: n.name)
     for number, table in enumerate(tables):
         leaves[table] = random_table(20 + 2 * number, sizes.dtype(table).is_complex)
     engine = Numeric(sizes, leaves, constants)
-    outer = _outer_samples(rotation)
+    outer = _outer_samples(rotation) if outer is None else outer
     x = rotated(rotation, outer, leaves[rotation.source], table_values(engine))
     here = torch.tensor([a.here for a in rotation.axes], dtype=torch.int64)
     lanes = (outer * here).sum(1)[:, None] + torch.arange(rotation.head_dim)

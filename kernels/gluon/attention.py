@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launcher of the Hopper attention: gathered keys from one or two pools, or dense keys with causality, window and mask.
 
-The kernel (attention_kernel.py) is imported at the first launch, after :func:`unsupported_reason` has accepted.
+The kernel (attention_kernel.py) is imported at the first launch, after :func:`.gate.attention_reason` has accepted.
 """
 
 import math
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HEAD_DIM = 512
+from .gate import HEAD_DIM
+
 TILE = 64
 LOG2E = 1.4426950408889634
 KINDS = {"plain": 0, "rope": 1, "quant": 2, "partial": 3}
-TESTED_TRITON = ((3, 6),)  # Gluon is experimental: only versions this kernel was compiled and measured with
 LIST_BYTES = 64 << 20  # of temporary key lists of a dense mask
 _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if LIST_BYTES allows
 
@@ -46,68 +46,6 @@ class Epilogue:
     scale_rule: str = "fp32"
     floor: float = 1e-12
     packed: bool = False
-
-
-def hopper_reason(device: torch.device) -> str | None:
-    """Why the Hopper kernels cannot run on `device` with the installed Triton, or None."""
-    if device.type != "cuda":
-        return f"device {device.type}"
-    if torch.version.hip is not None:
-        return "ROCm"
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}; the kernel is written for 9.0"
-    version = _triton_version()
-    if version not in TESTED_TRITON:
-        return f"triton {'.'.join(map(str, version)) or 'missing'}; tested with 3.6"
-    return None
-
-
-def unsupported_reason(
-    q: Tensor,
-    kv: Tensor | None,
-    *,
-    scale: float,
-    extra_kv: Tensor | None = None,
-    block: int = 128,
-    half: int = 0,
-) -> str | None:
-    """Why the Hopper kernel cannot run these arguments, or None. Reads metadata only.
-
-    q: [.., H, 512]; kv, extra_kv: [.., N, 512] or None; half: columns of the rope tables (0 = no rotation).
-    """
-    if reason := hopper_reason(q.device):
-        return reason
-    if q.dtype != torch.bfloat16:
-        return f"dtype {q.dtype}; bfloat16 only"
-    if q.shape[-1] != HEAD_DIM:
-        return f"head_dim {q.shape[-1]}; 512 only"
-    if not scale > 0:
-        return f"scale {scale} is not positive"
-    if half > 64:
-        return f"rope_dim {2 * half}; at most 128"
-    if block not in (128, 32):
-        return f"quantisation block {block}; 128 or 32"
-    for name, pool in (("kv", kv), ("extra_kv", extra_kv)):
-        if pool is not None and not _rows_aligned(pool):
-            return f"{name} rows are not contiguous or not aligned to 16 bytes"
-    return None
-
-
-def _triton_version() -> tuple[int, ...]:
-    try:
-        from .hopper import triton_version
-    except ImportError:
-        return ()
-    return triton_version()
-
-
-def _rows_aligned(rows: Tensor) -> bool:
-    """Whether 16-byte loads of rows [.., N, 512] work and the leading dimensions flatten into one row index."""
-    if rows.numel() == 0:
-        return True
-    flat = rows.dim() == 2 or rows.shape[0] == 1 or rows.stride(0) == rows.shape[1] * rows.stride(1)
-    return flat and rows.stride(-1) == 1 and rows.stride(-2) % 8 == 0 and rows.data_ptr() % 16 == 0
 
 
 def _row_stride(rows: Tensor) -> int:
@@ -172,6 +110,7 @@ def _launch(
     batches, queries, heads, _ = q.shape
     q = _aligned_q(q)
     rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
+    extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
     if kv.numel() == 0:
         kv = q  # no row of it is ever addressed
     if extra_kv is not None and extra_kv.numel() == 0:
@@ -195,7 +134,7 @@ def _launch(
         q if lists is None or lists.length is None else lists.length,
         q if lists is None or lists.length2 is None else lists.length2,
         q if lists is None or lists.bias is None else lists.bias,
-        q if sink is None else sink,
+        q if sink is None else sink.contiguous(),
         epilogue.cos if rope else q,
         epilogue.sin if rope else q,
         out,
@@ -208,7 +147,7 @@ def _launch(
         token0,
         splits,
         rows,
-        0 if extra_kv is None else extra_kv.shape[0],
+        extra_rows,
         0 if lists is None else lists.index.stride(0) // 2,
         0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
         kv_keys if lists is None else lists.width,
@@ -271,9 +210,13 @@ def launch_gathered(
     # no column is read where there is none: any non-empty tensor of the right dtype stands in
     width = indices.shape[1] if kv.numel() else 0
     indices = _even_rows(indices) if indices.numel() else q.new_empty(tokens, 2, dtype=indices.dtype)
+    lengths = None if lengths is None else lengths.contiguous()
     lists = _Lists(indices, width, lengths)
     if extra_indices is not None and extra_kv is not None and extra_indices.numel():
         second = _even_rows(extra_indices)
+        if second.dtype != indices.dtype:  # the kernel reads both lists through one pointer type
+            second, indices = second.long(), indices.long()
+        extra_lengths = None if extra_lengths is None else extra_lengths.contiguous()
         lists = _Lists(indices, lists.width, lengths, None, second, second.shape[1], extra_lengths)
     else:
         extra_kv = None

@@ -80,8 +80,7 @@ def load_term(sh, parity, TILE_OF_PAIR: gl.constexpr):
 
 @gluon.jit
 def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl.constexpr):
-    """One pair of tiles for consumer_left: enters with its scores complete and, unless it is the last, leaves with the
-    next."""
+    """One pair of tiles for consumer_left: enters with its scores complete and, unless last, leaves with the next."""
     z = j >> 30
     m0, p = softmax_step(s, term, m, scale)
     factor = exp2_approx(m - m0)

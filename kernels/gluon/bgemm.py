@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from .attention import hopper_reason
+from .gate import hopper_reason
 
 MIN_TOKENS = 192
 TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.dispatch import Launcher, register_launcher
-from . import attention, bgemm
+from . import attention, bgemm, deepgemm, gate
 from .attention import Epilogue
 
 PRIORITY = 10
@@ -66,7 +66,7 @@ def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor
     if splits == 1:
         launch(epilogue, sink, 1)
         return
-    partials = torch.empty(splits, tokens, heads, attention.HEAD_DIM, dtype=torch.bfloat16, device=device)
+    partials = torch.empty(splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
     lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
     launch(Epilogue("partial", partials, lse=lse), None, splits)
     _merge(epilogue, partials, lse, sink)
@@ -95,7 +95,7 @@ def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_in
 
 
 def _refuses_gathered(q, kv, indices, sink, scale, lengths, extra_kv, *rest):
-    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv)
+    return gate.attention_reason(q, kv, scale=scale, extra_kv=extra_kv)
 
 
 def _launch_gathered(outs, q, kv, indices, sink, scale, *pools):
@@ -103,7 +103,7 @@ def _launch_gathered(outs, q, kv, indices, sink, scale, *pools):
 
 
 def _refuses_gathered_rope(q, kv, indices, sink, cos, sin, scale, groups, lengths, extra_kv, *rest):
-    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv, half=cos.shape[-1])
+    return gate.attention_reason(q, kv, scale=scale, extra_kv=extra_kv, half=cos.shape[-1])
 
 
 def _launch_gathered_rope(outs, q, kv, indices, sink, cos, sin, scale, groups, *pools):
@@ -113,7 +113,7 @@ def _launch_gathered_rope(outs, q, kv, indices, sink, cos, sin, scale, groups, *
 def _refuses_gathered_quant(
     q, kv, indices, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, lengths, extra_kv, *rest
 ):
-    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv, block=block, half=cos.shape[-1])
+    return gate.attention_reason(q, kv, scale=scale, extra_kv=extra_kv, block=block, half=cos.shape[-1])
 
 
 def _launch_gathered_quant(
@@ -124,7 +124,7 @@ def _launch_gathered_quant(
 
 
 def _refuses_partials(q, kv, indices, scale, num_splits, lengths, extra_kv, *rest):
-    return attention.unsupported_reason(q, kv, scale=scale, extra_kv=extra_kv)
+    return gate.attention_reason(q, kv, scale=scale, extra_kv=extra_kv)
 
 
 def _launch_partials(outs, q, kv, indices, scale, num_splits, lengths, extra_kv, extra_indices, extra_lengths):
@@ -161,7 +161,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
 
 
 def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):
-    return attention.unsupported_reason(q, None, scale=scale)
+    return gate.attention_reason(q, None, scale=scale)
 
 
 def _launch_paged(outs, q, pages, indices, sink, scale, page_size, *pools):
@@ -169,7 +169,7 @@ def _launch_paged(outs, q, pages, indices, sink, scale, page_size, *pools):
 
 
 def _refuses_paged_rope(q, pages, indices, sink, cos, sin, scale, groups, page_size, *pools):
-    return attention.unsupported_reason(q, None, scale=scale, half=cos.shape[-1])
+    return gate.attention_reason(q, None, scale=scale, half=cos.shape[-1])
 
 
 def _launch_paged_rope(outs, q, pages, indices, sink, cos, sin, scale, groups, page_size, *pools):
@@ -177,7 +177,7 @@ def _launch_paged_rope(outs, q, pages, indices, sink, cos, sin, scale, groups, p
 
 
 def _refuses_paged_quant(q, pages, indices, sink, cos, sin, scale, groups, page_size, block, *rest):
-    return attention.unsupported_reason(q, None, scale=scale, block=block, half=cos.shape[-1])
+    return gate.attention_reason(q, None, scale=scale, block=block, half=cos.shape[-1])
 
 
 def _launch_paged_quant(
@@ -200,8 +200,15 @@ def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
     _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device)
 
 
+def _minimum_rows(mask, sink) -> str | None:
+    """Without a sink, a row whose mask holds nothing but the dtype's minimum attends all its keys alike."""
+    if mask is not None and mask.is_floating_point() and sink is None:
+        return "a floating mask without a sink: rows of nothing but dtype-minimum values need the portable kernel"
+    return None
+
+
 def _refuses_dense(q, kv, mask, sink, scale, causal, window):
-    return attention.unsupported_reason(q, kv, scale=scale)
+    return _minimum_rows(mask, sink) or gate.attention_reason(q, kv, scale=scale)
 
 
 def _launch_dense(outs, q, kv, mask, sink, scale, causal, window):
@@ -209,7 +216,7 @@ def _launch_dense(outs, q, kv, mask, sink, scale, causal, window):
 
 
 def _refuses_dense_rope(q, kv, mask, sink, cos, sin, scale, groups, causal, window):
-    return attention.unsupported_reason(q, kv, scale=scale, half=cos.shape[-1])
+    return _minimum_rows(mask, sink) or gate.attention_reason(q, kv, scale=scale, half=cos.shape[-1])
 
 
 def _launch_dense_rope(outs, q, kv, mask, sink, cos, sin, scale, groups, causal, window):
@@ -219,7 +226,7 @@ def _launch_dense_rope(outs, q, kv, mask, sink, cos, sin, scale, groups, causal,
 def _refuses_dense_quant(
     q, kv, mask, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, causal, window
 ):
-    return attention.unsupported_reason(q, kv, scale=scale, block=block, half=cos.shape[-1])
+    return _minimum_rows(mask, sink) or gate.attention_reason(q, kv, scale=scale, block=block, half=cos.shape[-1])
 
 
 def _launch_dense_quant(
@@ -253,3 +260,4 @@ def _launch_bgemm(outs, codes, scales, weight, weight_scales, block, weight_bloc
 
 
 _register("fp8_bgemm", _refuses_bgemm, _launch_bgemm)
+register_launcher("fp8_bgemm", Launcher("deepgemm", deepgemm.refuses, deepgemm.launch, 2 * PRIORITY))

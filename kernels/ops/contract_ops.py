@@ -57,7 +57,12 @@ def outputs_gate(q: Tensor, weight: Tensor, groups: int, block: int = 128) -> Ou
 
 
 def create_outputs(
-    q: Tensor, weight: Tensor, groups: int, scale_columns: int, block: int = 128, pack_scales: bool = False,
+    q: Tensor,
+    weight: Tensor,
+    groups: int,
+    scale_columns: int,
+    block: int = 128,
+    pack_scales: bool = False,
     fused: bool | None = None,
 ) -> list[Tensor]:
     """[output [T, H, D]] or [output [0, H, D], codes [G, T, K], scales [G, K/block, M]], uninitialised.
@@ -74,8 +79,11 @@ def create_outputs(
     _check_columns("create_outputs", tokens, scale_columns)
     width = heads // groups * dim
     kind, rows = (torch.int32, width // (4 * block)) if pack_scales else (torch.float32, width // block)
-    return [q.new_empty((0, heads, dim)), q.new_empty((groups, tokens, width), dtype=checks.E4M3),
-            q.new_empty((groups, rows, scale_columns), dtype=kind)]
+    return [
+        q.new_empty((0, heads, dim)),
+        q.new_empty((groups, tokens, width), dtype=checks.E4M3),
+        q.new_empty((groups, rows, scale_columns), dtype=kind),
+    ]
 
 
 def _check_columns(op: str, tokens: int, columns: int) -> None:
@@ -104,10 +112,26 @@ def _check_form(
 
 
 def attention_into(
-    q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor | None, cos: Tensor, sin: Tensor, output: Tensor,
-    codes: Tensor | None, scales: Tensor | None, scale: float, groups: int, scale_columns: int, fused: bool,
-    block: int = 128, scale_rule: str = "fp32", floor: float = 1e-12, lengths: Tensor | None = None,
-    extra_kv: Tensor | None = None, extra_indices: Tensor | None = None, extra_lengths: Tensor | None = None,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    output: Tensor,
+    codes: Tensor | None,
+    scales: Tensor | None,
+    scale: float,
+    groups: int,
+    scale_columns: int,
+    fused: bool,
+    block: int = 128,
+    scale_rule: str = "fp32",
+    floor: float = 1e-12,
+    lengths: Tensor | None = None,
+    extra_kv: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
 ) -> None:
     """Gathered attention (operands as in ``attention_gathered``) into the outputs of :func:`create_outputs`.
 
@@ -131,8 +155,16 @@ def attention_into(
 
 
 def project_outputs(
-    outputs: Sequence[Tensor], cos: Tensor, sin: Tensor, weight: Tensor, weight_scales: Tensor | None, groups: int,
-    block: int = 128, weight_block: int = 128, scale_rule: str = "fp32", floor: float = 1e-12,
+    outputs: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor | None,
+    groups: int,
+    block: int = 128,
+    weight_block: int = 128,
+    scale_rule: str = "fp32",
+    floor: float = 1e-12,
 ) -> Tensor:
     """[T, G, R] of either form of outputs, in the dtype of the attention.
 
@@ -157,14 +189,28 @@ def project_outputs(
 
 
 def _fake_into(*args: object, **kwargs: object) -> None:
-    names = ("q", "kv", "indices", "sink", "cos", "sin", "output", "codes", "scales", "scale", "groups",
-             "scale_columns", "fused")
+    names = (
+        "q",
+        "kv",
+        "indices",
+        "sink",
+        "cos",
+        "sin",
+        "output",
+        "codes",
+        "scales",
+        "scale",
+        "groups",
+        "scale_columns",
+        "fused",
+    )
     given = dict(zip(names, args)) | kwargs
     _check_form(*(given[n] for n in ("q", "output", "codes", "scales", "groups", "scale_columns", "fused")))
 
 
-def _fake_project(outputs: Sequence[Tensor], cos: Tensor, sin: Tensor, weight: Tensor, *rest: object, **named: object
-                  ) -> Tensor:
+def _fake_project(
+    outputs: Sequence[Tensor], cos: Tensor, sin: Tensor, weight: Tensor, *rest: object, **named: object
+) -> Tensor:
     tokens = outputs[1].shape[1] if len(outputs) == 3 else outputs[0].shape[0]
     return outputs[0].new_empty((tokens, weight.shape[0], weight.shape[1]))
 
@@ -172,16 +218,29 @@ def _fake_project(outputs: Sequence[Tensor], cos: Tensor, sin: Tensor, weight: T
 def _register() -> None:
     tags = (torch.Tag.pt2_compliant_tag,)
     for name, schema, body, fake in (
-        ("create_outputs", "(Tensor q, Tensor weight, int groups, SymInt scale_columns, int block=128, "
-         "bool pack_scales=False, bool? fused=None) -> Tensor[]", create_outputs, create_outputs),
-        ("attention_into", "(Tensor q, Tensor kv, Tensor indices, Tensor? sink, Tensor cos, Tensor sin, "
-         "Tensor(a!) output, Tensor(b!)? codes, Tensor(c!)? scales, float scale, int groups, SymInt scale_columns, "
-         "bool fused, int block=128, str scale_rule='fp32', float floor=1e-12, Tensor? lengths=None, "
-         "Tensor? extra_kv=None, Tensor? extra_indices=None, Tensor? extra_lengths=None) -> ()", attention_into,
-         _fake_into),
-        ("project_outputs", "(Tensor[] outputs, Tensor cos, Tensor sin, Tensor weight, Tensor? weight_scales, "
-         "int groups, int block=128, int weight_block=128, str scale_rule='fp32', float floor=1e-12) -> Tensor",
-         project_outputs, _fake_project),
+        (
+            "create_outputs",
+            "(Tensor q, Tensor weight, int groups, SymInt scale_columns, int block=128, "
+            "bool pack_scales=False, bool? fused=None) -> Tensor[]",
+            create_outputs,
+            create_outputs,
+        ),
+        (
+            "attention_into",
+            "(Tensor q, Tensor kv, Tensor indices, Tensor? sink, Tensor cos, Tensor sin, "
+            "Tensor(a!) output, Tensor(b!)? codes, Tensor(c!)? scales, float scale, int groups, SymInt scale_columns, "
+            "bool fused, int block=128, str scale_rule='fp32', float floor=1e-12, Tensor? lengths=None, "
+            "Tensor? extra_kv=None, Tensor? extra_indices=None, Tensor? extra_lengths=None) -> ()",
+            attention_into,
+            _fake_into,
+        ),
+        (
+            "project_outputs",
+            "(Tensor[] outputs, Tensor cos, Tensor sin, Tensor weight, Tensor? weight_scales, "
+            "int groups, int block=128, int weight_block=128, str scale_rule='fp32', float floor=1e-12) -> Tensor",
+            project_outputs,
+            _fake_project,
+        ),
     ):
         if hasattr(getattr(torch.ops, NAMESPACE), name):
             continue

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops of attention over a paged FP8 cache of 584-byte rows (448 E4M3 + 64 bf16 values, 7 UE8M0 exponents, padding).
 
-Shapes: q [T, H, 512], pages [P, page_size, 1, 584] or [P, bytes >= page_size * 584] of a 1-byte dtype, contiguous
-within a page (layout: :mod:`fusion_pass.kernels.reference.paged`), indices [T, K] int32 or int64, each
-page * page_size + offset (negative or past the cache = masked), lengths [T], and a second cache with its own page size
-under the same softmax. Everything else as in :mod:`.gathered`.
+Shapes: q [T, H, 512], pages [P, page_size, 1, 584] or [P, bytes >= page_size * 584] of a 1-byte dtype (layout:
+:mod:`fusion_pass.kernels.reference.paged`), indices [T, K] int32 or int64, each page * page_size + offset (negative or
+past the cache = masked), lengths [T], and a second cache with its own page size under the same softmax. Everything else
+as in :mod:`.gathered`.
 """
 
 import torch
@@ -30,15 +30,11 @@ def _check_pool(op, prefix, q, pages, indices, lengths, page_size) -> None:
         checks.fail(op, f"{prefix}page_size >= 1", str(page_size))
     if pages.dim() == 4:
         checks.check_shape(op, f"{prefix}pages", pages, (None, page_size, 1, ROW_BYTES), "[P, page_size, 1, 584]")
-        packed = pages.stride(-1) == 1 and pages.stride(1) == ROW_BYTES
     else:
         checks.check_shape(op, f"{prefix}pages", pages, (None, None), "[P, bytes]")
         width = pages.shape[1]
         if checks.known(width) and width < page_size * ROW_BYTES:
             checks.fail(op, f"{prefix}pages of at least {page_size * ROW_BYTES} bytes per page", str(width))
-        packed = pages.stride(-1) == 1
-    if not packed:
-        checks.fail(op, f"{prefix}pages contiguous within a page", f"strides {tuple(pages.stride())}")
     checks.check_dtype(op, f"{prefix}indices", indices, checks.INDICES)
     checks.check_shape(op, f"{prefix}indices", indices, (q.shape[0], None), "[T, K]")
     if lengths is not None:

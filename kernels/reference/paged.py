@@ -22,8 +22,9 @@ ROW_BYTES = VALUE_BYTES + EXPONENT_BYTES
 
 
 def page_bytes(pages: Tensor, page_size: int) -> Tensor:
-    """The cache as uint8 [P, page_size * 584]; ``pages`` as the ops take it."""
-    flat = pages.view(torch.uint8)
+    """The cache as uint8 [P, page_size * 584]; ``pages`` as the ops take it, copied if a page is in pieces."""
+    packed = pages.stride(-1) == 1 and (pages.dim() == 2 or pages.stride(1) == ROW_BYTES or page_size == 1)
+    flat = (pages if packed else pages.contiguous()).view(torch.uint8)
     return flat.as_strided((flat.shape[0], page_size * ROW_BYTES), (flat.stride(0), 1))
 
 

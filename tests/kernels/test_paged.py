@@ -5,6 +5,7 @@ import pytest
 import torch
 from fusion_pass.kernels import reference
 from fusion_pass.kernels.gluon import attention as hopper
+from fusion_pass.kernels.gluon import gate
 from op_cases import DEVICES, Maker, gathered_formula, relative_error
 
 ops = torch.ops.fusion_pass
@@ -97,7 +98,17 @@ def test_decoder_kernel_matches_the_reference():
 
 def test_hopper_gate_names_its_reason():
     q = torch.zeros(1, 64, 512, dtype=torch.bfloat16)
-    assert hopper.unsupported_reason(q, None, scale=0.1) == "device cpu"
+    assert gate.attention_reason(q, None, scale=0.1) == "device cpu"
+
+
+def test_deepgemm_is_used_only_when_asked_for(monkeypatch):
+    from fusion_pass.kernels.gluon import deepgemm
+
+    args = (*Maker().bgemm(), 128, 128, torch.bfloat16)
+    monkeypatch.delenv(deepgemm.SWITCH, raising=False)
+    assert deepgemm.SWITCH in deepgemm.refuses(*args)
+    monkeypatch.setenv(deepgemm.SWITCH, "deepgemm")
+    assert deepgemm.refuses(*args) == "device cpu"
 
 
 @pytest.mark.parametrize(

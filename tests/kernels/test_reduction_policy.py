@@ -200,8 +200,7 @@ def test_tile_covers_whole_quantisation_blocks():
 
 def test_policy_needs_neither_triton_nor_a_device():
     code = (
-        "import sys; from fusion_pass.kernels.reduction import choose_kv_split; "
-        "choose_kv_split(num_partials=18, rows=128, head_dim=512, sm_count=132, bound=None); "
-        "assert 'triton' not in sys.modules, 'policy imported triton'"
+        "import sys; sys.modules['triton'] = None; from fusion_pass.kernels.reduction import choose_kv_split; "
+        "choose_kv_split(num_partials=18, rows=128, head_dim=512, sm_count=132, bound=None)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

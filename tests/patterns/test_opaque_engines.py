@@ -4,6 +4,8 @@ import engine_ops
 import pytest
 import torch
 import torch.nn.functional as F
+from fusion_pass.patterns import opaque_engines as engines
+from fusion_pass.patterns.written_out import NotExpanded
 from o_path import HALF, HEAD_DIM, NOPE, ROPE, Path, assert_close, roles, run
 
 TAIL = ("inverse_rope", "fp8_quant", "bgemm")
@@ -266,3 +268,30 @@ def test_vllm_validated_against_the_written_out_form(wrong):
         assert not got.report.fused and "validation" in got.report.near_misses[0].reason, got.report
     else:
         assert roles(got) == [TAIL], got.report
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("more", [(64,), (NOPE, True), (NOPE, True, False)], ids=["0.22", "0.25", "0.33"])
+def test_vllm_signatures_of_the_releases(more, packed):
+    """15, 16 and 17 arguments; the first release passes where the rotation starts inside its block."""
+    p = Path()
+    start, *flags = more
+    arguments = (p.o, p.positions, p.cache, p.heads // p.groups, 128, 4, start, HALF, packed, 448.0, 8, 5, p.groups,
+                 p.width, p.width // (512 if packed else 128), *flags)
+    codes, scales = engines.vllm_fused_inv_rope_fp8_quant(*arguments)
+    want_codes, want_scales = engine_ops._vllm_rope_quant(*arguments)
+    assert torch.equal(codes.view(torch.uint8), want_codes.view(torch.uint8))
+    assert torch.equal(scales, want_scales)
+
+
+def test_vllm_signature_without_quantisation():
+    p = Path()
+    arguments = [p.o, p.positions, p.cache, p.heads // p.groups, 128, 4, NOPE, HALF, False, 448.0, 8, 5, p.groups,
+                 p.width, 16, False]
+    rotated, none = engines.vllm_fused_inv_rope_fp8_quant(*arguments)
+    assert torch.equal(rotated, p.rotated(p.o).view(5, p.groups, -1).transpose(0, 1)) and none.numel() == 0
+    with pytest.raises(NotExpanded, match="permuted_output"):
+        engines.vllm_fused_inv_rope_fp8_quant(*arguments[:-1], True, True)
+    arguments[6] = 0
+    with pytest.raises(NotExpanded, match="rotated channels"):
+        engines.vllm_fused_inv_rope_fp8_quant(*arguments)
