@@ -11,6 +11,8 @@ from . import guarded
 from .config import Config
 from .report import Report
 
+MAX_CONSTANT = 4096     # elements; larger ones are tables, not constants of a formula
+
 
 def rewrite(program: Any, config: Config | None = None) -> Report:
     """Rewrite a traced graph in place and return the :class:`Report`.
@@ -50,11 +52,22 @@ def _decompositions() -> Any:
 
 def _rewrite_program(program: Any, config: Config) -> Report:
     before = _output_names(program.graph_module)
+    _note_constants(program)
     report = guarded.run(program.graph_module, config, level="rewrite")
     for old, new in zip(before, _output_names(program.graph_module), strict=True):
         if old is not None and new is not None and old != new:
             program.graph_signature.replace_all_uses(old, new)
     return report
+
+
+def _note_constants(program: Any) -> None:
+    """Export turns constants of the source (the -inf of ``scores[bad] = -inf``) into graph inputs; the recognisers must
+    know their values."""
+    lifted = program.graph_signature.inputs_to_lifted_tensor_constants
+    for node in program.graph_module.graph.nodes:
+        value = program.constants.get(lifted.get(node.name)) if node.op == "placeholder" else None
+        if isinstance(value, torch.Tensor) and value.numel() <= MAX_CONSTANT:
+            node.meta["lifted_constant"] = value
 
 
 def _output_names(gm: fx.GraphModule) -> list[str | None]:

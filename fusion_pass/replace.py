@@ -19,7 +19,7 @@ from .elements.layouts import Axis, Builder
 from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
 from .legality import WRITTEN_OUT, GraphFacts, is_metadata_check
-from .recognise.attention_emit import AttentionOperands, MergeOperands, batch_axes
+from .recognise.attention_emit import AttentionOperands, GatheredOperands, MergeOperands, batch_axes
 from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
 from .recognise.rotation import Table
@@ -85,8 +85,9 @@ def _leaves(chain: Chain) -> set[fx.Node]:
     match = chain.attention
     if match is None:
         return {chain.rotation.source}
-    operands = [match.q, match.sink, *(p.rows for p in match.kv)]
-    return {o.node for o in operands if o is not None}
+    masks = [m.operand for p in match.kv for m in p.masks] + [m.operand for m in match.sink_gate]
+    operands = [match.q, match.sink, *(p.rows for p in match.kv), *masks, *(g.indices for g in match.gathered)]
+    return {o.node for o in operands if o is not None} | {g.pool for g in match.gathered}
 
 
 def _foreign_reader(chain: Chain) -> fx.Node | None:
@@ -191,7 +192,9 @@ class ChainWriter:
         """Call the fused op: a node for [G, T, K], or for the pair (codes, scales)."""
         chain = self.chain
         match = chain.attention
-        operands = match.emit(self.builder) if match is not None else None
+        operands = None
+        if match is not None:
+            operands = match.emit_gathered(self.builder) or match.emit(self.builder)
         if match is not None and operands is None:
             return Refused("fmha", "an operand cannot be written as a view of its tensor", chain.rotation.source)
         batch = batch_axes(match) if isinstance(operands, AttentionOperands) else None
@@ -199,10 +202,17 @@ class ChainWriter:
         if tables is None:
             return Refused("inverse_rope", "the cos and sin tables cannot be written as views", chain.rotation.cos.node)
         groups = chain.grouping.groups
+        pools: dict = {}
         if isinstance(operands, AttentionOperands):
             name = "attention_rope"
             args = [self.wide(operands.q), self.wide(operands.kv), operands.mask, operands.sink, *tables,
                     operands.scale, groups]
+        elif isinstance(operands, GatheredOperands):
+            name = "attention_gathered_rope"
+            pool, *extra = operands.pools
+            args = [self.wide(operands.q), self.wide(pool.kv), pool.indices, operands.sink, *tables, operands.scale,
+                    groups]
+            pools = {"extra_kv": self.wide(extra[0].kv), "extra_indices": extra[0].indices} if extra else {}
         elif isinstance(operands, MergeOperands):
             name = "merge_partials_rope"
             operands = self.natural(operands)
@@ -214,7 +224,7 @@ class ChainWriter:
                                chain.rotation.source)
             name = "inverse_rope"
             args = [output, *tables, groups]
-        kwargs: dict = {"stat_scale": operands.stat_scale} if isinstance(operands, MergeOperands) else {}
+        kwargs: dict = {"stat_scale": operands.stat_scale} if isinstance(operands, MergeOperands) else {**pools}
         if isinstance(operands, MergeOperands) and self.kv_split is not None:
             kwargs["kv_split"] = self.kv_split
         if isinstance(operands, MergeOperands) and chain.quantisation is None:

@@ -81,7 +81,7 @@ class Numeric:
     def _compute(self, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
         if len(index) > MAX_ELEMENTS:
             raise Unevaluated(node, "too many elements")
-        if node.op == "get_attr" and self.constants is not None:
+        if node.op in ("get_attr", "placeholder") and self.constants is not None:
             constant = self.constants(node)
             if isinstance(constant, torch.Tensor) and constant.device.type == "cpu":
                 return widen(constant.detach().reshape(-1)[index])

@@ -292,9 +292,9 @@ def _sum(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     return _reduction(lambda rows: rows.sum(1))(engine, node, index)
 
 
-_INDEXED = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default)
+INDEXED = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default)
 RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = {
-    **dict.fromkeys(CASTS, _cast), **dict.fromkeys(_INDEXED, _indexed),
+    **dict.fromkeys(CASTS, _cast), **dict.fromkeys(INDEXED, _indexed),
     aten.view.dtype: _bits, aten.view_as_complex.default: _view_as_complex,
     aten.view_as_real.default: _view_as_real, aten.arange.default: _arange, aten.arange.start: _arange,
     aten.arange.start_step: _arange, prims.iota.default: _arange, operator.getitem: _getitem,

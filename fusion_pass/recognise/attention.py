@@ -12,19 +12,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.fx as fx
 
 from ..elements.moves import is_float_cast
 from ..elements.numeric import Unevaluated
 from ..elements.sizes import Sizes, Unsized
+from .apart import division, recognise_apart
 from .attention_bindings import Binder, Binding
 from .attention_match import AttentionMatch, KeyPiece, Mask, Operand, OutputAxes
 from .attention_proof import depends_on
 from .attention_reference import Prover
 from .attention_sites import Explorer, Segment
 from .context import Context
-from .descent import Reach, is_tensor
+from .descent import Reach, Unfollowed, is_tensor
+from .gathered import recognise_gathered
 from .merge import merges_partials, recognise_partials
 from .refusal import Refused
 from .region import dependents, unknown_inputs
@@ -39,11 +43,14 @@ def recognise_attention(output: fx.Node, axes: OutputAxes, context: Context,
     ``sizes`` is the assignment of the size symbols that ``axes`` are given for (default: the context's first)."""
     sizes = sizes or context.sizes[0]
     try:
+        apart = division(output, axes, sizes)
+        if apart is not None:
+            return recognise_apart(axes, apart, lambda part: recognise_attention(output, part, context, sizes))
         explorer = Explorer(output, axes, sizes, context)
         result = _recognise(explorer, context)
     except Unevaluated as error:
         return Refused("fmha", f"depends on {depends_on(error.node)}: {error}", error.node)
-    except Unsized as error:
+    except (Unsized, Unfollowed) as error:
         return Refused("fmha", str(error), output)
     context.counters["attention"] += explorer.descent.visits + explorer.follower.visits
     return result
@@ -63,7 +70,10 @@ def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused
     for node in (output, *(s.scores.lhs for s in segments)):
         if explorer.sizes.dtype(node) == torch.float64:
             return Refused("fmha", "computed in float64: the fused kernels accumulate in fp32", node)
-    region = dependents(output, {s.scores.node for s in segments}, set(), context)
+    # Not the output itself: it may also hold what other loops computed.
+    origin = explorer.follower.follow(output, explorer.output_index(*explorer.base())).only()
+    root = origin.node if origin is not None and isinstance(origin.node, fx.Node) else output
+    region = dependents(root, {s.scores.node for s in segments}, set(), context)
     binder = Binder(explorer, segments, region, context.constant)
     bindings = []
     for segment in segments:
@@ -134,6 +144,7 @@ def _bind(explorer: Explorer, binder: Binder, segment: Segment) -> list[Binding]
 
 def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[Binding],
            region: set[fx.Node]) -> AttentionMatch | Refused:
+    bindings = sorted(bindings, key=lambda b: (context.order(b.piece.rows.node), b.piece.rows.offset))
     masked = {mask.operand.node for b in bindings for mask in b.piece.masks}
     scale_nodes = {b.scale_node for b in bindings if b.scale_node is not None}
     candidates = _sink_candidates(explorer, context, bindings, region, masked | scale_nodes)
@@ -145,7 +156,10 @@ def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[
         result = prover.prove()
         context.counters["attention_proof"] += prover.visits
         if not isinstance(result, Refused):
-            return _match(explorer, context, bindings, region, *result)
+            match = _match(explorer, bindings, region, prover.parts_normalised(), *result)
+            if match.sink_gate or len(match.kv) != len(bindings):
+                return match
+            return replace(match, gathered=recognise_gathered(binder, bindings, context.constant))
         refusal = refusal or result
     return refusal
 
@@ -179,17 +193,16 @@ def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Bindin
     return [node for node in common if node.meta["val"].dtype.is_floating_point]
 
 
-def _match(explorer: Explorer, context: Context, bindings: list[Binding], region: set[fx.Node], sink: Operand | None,
-           gate: tuple[Mask, ...]) -> AttentionMatch:
+def _match(explorer: Explorer, bindings: list[Binding], region: set[fx.Node], normalised: bool,
+           sink: Operand | None, gate: tuple[Mask, ...]) -> AttentionMatch:
     first = bindings[0]
-    roles = ("fmha", "kv_merge") if merges_partials([b.segment.site for b in bindings]) else ("fmha",)
+    roles = ("fmha", "kv_merge") if merges_partials([b.segment.site for b in bindings], normalised) else ("fmha",)
     scale_node = None
     if first.scale_node is not None:
         scale_node = Operand(first.scale_node, 0, ())
-    pieces = sorted((b.piece for b in bindings), key=lambda p: (context.order(p.rows.node), p.rows.offset))
     return AttentionMatch(
         form="dense", axes=explorer.axes, output=explorer.output, roles=roles, q=first.query,
-        kv=tuple(coalesced(pieces)), sink=sink, sink_gate=gate, scale=first.scale,
+        kv=tuple(coalesced([b.piece for b in bindings])), sink=sink, sink_gate=gate, scale=first.scale,
         scale_node=scale_node, interior=frozenset(region),
         casts=tuple(n for n in region if is_float_cast(n) and narrows(n)))
 

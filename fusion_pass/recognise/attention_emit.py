@@ -11,7 +11,7 @@ import torch
 import torch.fx as fx
 
 from ..elements.layouts import Axis, Builder
-from .attention_match import AttentionMatch, KeyPiece, Mask, Operand
+from .attention_match import AttentionMatch, Gathered, KeyPiece, Mask, Operand
 
 aten = torch.ops.aten
 
@@ -36,6 +36,24 @@ class MergeOperands:
     sum: fx.Node | None
     sink: fx.Node | None
     stat_scale: float
+
+
+@dataclass(frozen=True)
+class Pool:
+    """kv [N, D], indices [T, K] (negative: masked)."""
+
+    kv: fx.Node
+    indices: fx.Node
+
+
+@dataclass(frozen=True)
+class GatheredOperands:
+    """q [T, H, D], one or two pools, sink [H] or None."""
+
+    q: fx.Node
+    pools: tuple[Pool, ...]
+    sink: fx.Node | None
+    scale: float
 
 
 def batch_axes(match: AttentionMatch) -> tuple[int, ...]:
@@ -160,28 +178,31 @@ def emit_attention(match: AttentionMatch, builder: Builder) -> AttentionOperands
     q = _convert(builder, q, dtype)
     pieces = [_convert(builder, piece, dtype) for piece in pieces]
     kv = pieces[0] if len(pieces) == 1 else builder.call(aten.cat.default, pieces, 1)
-    sink = None
-    if match.sink is not None:
-        sink = writer.take(match.sink)
-        if sink is None:
-            return None
+    sink = writer.take(match.sink) if match.sink is not None else None
+    if match.sink is not None and sink is None:
+        return None
     mask = None
     if match.sink_gate or any(piece.masks for piece in match.kv):
         mask = _emit_mask(match, writer, pieces)
         if mask is None:
             return None
-    scale = match.scale
-    if match.scale_node is not None:
-        # The op's scale is a number; what the tensor deviates from the usual 1/sqrt(D) goes into q. For a tensor that
-        # holds just that, the factor is 1 and q keeps its bits.
-        scale = match.axes.channels.size ** -0.5
-        factor = writer.take(match.scale_node)
-        if factor is None:
-            return None
-        factor = builder.call(aten.mul.Tensor, _convert(builder, factor, torch.float32), match.scale / scale)
-        wide = builder.call(aten.mul.Tensor, _convert(builder, q, torch.float32), factor)
-        q = _convert(builder, wide, dtype)
-    return AttentionOperands(q, kv, mask, sink, scale)
+    scaled = _scaled(match, writer, q)
+    return None if scaled is None else AttentionOperands(scaled[0], kv, mask, sink, scaled[1])
+
+
+def _scaled(match: AttentionMatch, writer: _Writer, q: fx.Node) -> tuple[fx.Node, float] | None:
+    """(queries, scale as a number)."""
+    if match.scale_node is None:
+        return q, match.scale
+    # The op's scale is a number; what the tensor deviates from the usual 1/sqrt(D) goes into q. For a tensor that
+    # holds just that, the factor is 1 and q keeps its bits.
+    builder, dtype = writer.builder, q.meta["val"].dtype
+    scale = match.axes.channels.size ** -0.5
+    factor = writer.take(match.scale_node)
+    if factor is None:
+        return None
+    factor = builder.call(aten.mul.Tensor, _convert(builder, factor, torch.float32), match.scale / scale)
+    return _convert(builder, builder.call(aten.mul.Tensor, _convert(builder, q, torch.float32), factor), dtype), scale
 
 
 # Added to all scores of a token whose sink is masked: the softmax over keys stays, the sink's share vanishes.
@@ -281,3 +302,59 @@ def emit_merge(match: AttentionMatch, builder: Builder) -> MergeOperands | None:
     return MergeOperands(parts, _convert(builder, top, torch.float32),
                          None if total is None else _convert(builder, total, torch.float32), sink,
                          partials.stat_scale)
+
+
+def emit_gathered(match: AttentionMatch, builder: Builder) -> GatheredOperands | None:
+    """The operands of the gathered form."""
+    writer = _Writer(match, builder)
+    writer.batch, writer.rest = (), tuple(range(len(match.axes.tokens)))
+    every = writer.rest
+    q = writer.take(match.q)
+    if q is None:
+        return None
+    q = writer.widened(q, match.q.axes, every)
+    channels = match.axes.channels.size
+    q = builder.view(q, [writer.size(match.axes.tokens), match.axes.heads.size, channels])
+    dtype = q.meta["val"].dtype
+    for found in match.gathered:
+        dtype = torch.promote_types(dtype, found.pool.meta["val"].dtype)
+    pools = []
+    for found, piece in zip(match.gathered, match.kv):
+        pool = _pool(match, writer, found, piece, dtype)
+        if pool is None:
+            return None
+        pools.append(pool)
+    sink = writer.take(match.sink) if match.sink is not None else None
+    scaled = _scaled(match, writer, _convert(builder, q, dtype))
+    if scaled is None or (match.sink is not None and sink is None):
+        return None
+    return GatheredOperands(scaled[0], tuple(pools), sink, scaled[1])
+
+
+def _pool(match: AttentionMatch, writer: _Writer, found: Gathered, piece: KeyPiece, dtype: torch.dtype) -> Pool | None:
+    builder, tokens = writer.builder, len(match.axes.tokens)
+    kv = _convert(builder, builder.view(found.pool, [-1, match.axes.channels.size]), dtype)
+    indices = writer.take(found.indices)
+    if indices is None:
+        return None
+    indices = writer.widened(indices, found.indices.axes, range(tokens))
+    if found.wrapped:
+        wrapped = builder.call(aten.add.Tensor, indices, found.wrapped)
+        indices = builder.call(aten.where.self, builder.call(aten.lt.Scalar, indices, 0), wrapped, indices)
+    if found.first:
+        indices = builder.call(aten.add.Tensor, indices, found.first)
+    for axis, step in enumerate(found.steps):
+        if step:
+            value = indices.meta["val"]
+            rows = builder.call(aten.arange.start_step, 0, match.axes.tokens[axis].size * step, step,
+                                dtype=value.dtype, device=value.device)
+            rows = builder.view(rows, [-1 if i == axis else 1 for i in range(tokens + 1)])
+            indices = builder.call(aten.add.Tensor, indices, rows)
+    for mask in piece.masks:
+        hidden = writer.take(mask.operand)
+        if hidden is None:
+            return None
+        if mask.kind == "keep":
+            hidden = builder.call(aten.logical_not.default, hidden)
+        indices = builder.call(aten.masked_fill.Scalar, indices, hidden, -1)
+    return Pool(kv, builder.view(indices, [writer.size(match.axes.tokens), writer.length(indices, -1)]))

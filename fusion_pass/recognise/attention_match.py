@@ -15,7 +15,7 @@ from ..elements.layouts import Axis
 
 if TYPE_CHECKING:
     from ..elements.layouts import Builder
-    from .attention_emit import AttentionOperands, MergeOperands
+    from .attention_emit import AttentionOperands, GatheredOperands, MergeOperands
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,19 @@ class KeyPiece:
 
 @dataclass(frozen=True)
 class Gathered:
-    """``rows[t, k] = pool[indices[t, k]]``, masked exactly where the index is negative: ``pool`` has the axes (N, D),
-    ``indices`` (tokens.., K)."""
+    """The rows of one key piece as ``pool[indices[t, k] + first + sum(coordinate * step)]``; the piece's masks say
+    which of them count.
 
-    pool: Operand
+    ``pool``: a node whose elements are rows of D, in row-major order. ``indices`` has the axes (tokens.., K); a
+    negative one counts from ``wrapped`` when that is not 0. ``steps`` are rows per token axis (a batch's own part of
+    the pool).
+    """
+
+    pool: fx.Node
     indices: Operand
+    wrapped: int = 0
+    first: int = 0
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,10 +112,11 @@ class AttentionMatch:
 
         softmax over keys and sink of (scale * q . k + mask), times the key rows themselves
 
-    ``form``: "dense" (``q``, ``kv``, masks), or "partials" (only the merge is visible: ``partials``). ``gathered`` is
-    set when a dense match may also be written with a pool and indices. ``sink`` has the axis (H); ``sink_gate`` (axes
-    (tokens.., 1)) says for which tokens the sink counts, in the rare source that masks it. ``scale`` is multiplied by
-    the single element ``scale_node`` when the source's scale is a tensor (Python floats are, under ``dynamic=True``).
+    ``form``: "dense" (``q``, ``kv``, masks), or "partials" (only the merge is visible: ``partials``). ``gathered`` has
+    one entry per piece of ``kv`` when a dense match may also be written with (one or two) pools and indices, by
+    ``emit_gathered``. ``sink`` has the axis (H); ``sink_gate`` (axes (tokens.., 1)) says for which tokens the sink
+    counts, in the rare source that masks it. ``scale`` is multiplied by the single element ``scale_node`` when the
+    source's scale is a tensor (Python floats are, under ``dynamic=True``).
     ``interior``: the nodes that the replacement makes unnecessary unless others read them.
     ``casts``: the roundings inside.
     """
@@ -122,7 +131,7 @@ class AttentionMatch:
     sink_gate: tuple[Mask, ...] = ()
     scale: float = 1.0
     scale_node: Operand | None = None
-    gathered: Gathered | None = None
+    gathered: tuple[Gathered, ...] = ()
     partials: Partials | None = None
     interior: frozenset[fx.Node] = frozenset()
     casts: tuple[fx.Node, ...] = ()
@@ -143,3 +152,9 @@ class AttentionMatch:
         """
         from .attention_emit import emit_attention, emit_merge
         return emit_merge(self, builder) if self.form == "partials" else emit_attention(self, builder)
+
+    def emit_gathered(self, builder: Builder) -> GatheredOperands | None:
+        """The operands of the gathered form: q [T, H, D], for every entry of ``gathered`` kv [N, D] and indices [T, K]
+        (-1 where masked); None when there is no such form or a view cannot be written down."""
+        from .attention_emit import emit_gathered
+        return emit_gathered(self, builder) if self.gathered else None

@@ -13,6 +13,7 @@ from .attention_bindings import Binder, Binding
 from .attention_match import Mask, Operand
 from .attention_proof import Product, Scored, _seed, depends_on, mask_leaf, node_leaf, raw_score
 from .attention_sites import Explorer
+from .descent import replay
 from .refusal import Refused
 
 TOLERANCE = 1e-9
@@ -146,6 +147,19 @@ class Prover:
                 return sink, gate
         return refusal
 
+    def parts_normalised(self) -> bool:
+        """Whether the weights of every site sum to one by themselves (checked at the first token and head)."""
+        engine = self.engine(self.leaves(0))
+        for site in {b.segment.site.node: b.segment.site for b in self.bindings}.values():
+            if site.fused is not None:
+                continue
+            first = [c[:1] for c in self.explorer.base()]
+            at = replay(site.path, self.explorer.output_index(*first), self.sizes)
+            weights = engine.values(site.values.lhs, site.values.indices(at)[0].flatten())
+            if not abs(float(weights.sum()) - 1.0) < TOLERANCE:
+                return False
+        return True
+
     def _compare(self, sink: Operand | None, gate: tuple[Mask, ...]) -> Refused | None:
         rows = self.samples()
         channels = self.channels()
@@ -194,7 +208,8 @@ class Prover:
         if sink is not None:
             extra = leaves[sink.node](_at(sink, [head]))[:, None]
             for mask in gate:
-                extra = _masked(extra, mask, leaves[mask.operand.node], _at(mask.operand, [t for t in tokens])[:, None])
+                at = _at(mask.operand, tokens).expand(len(head))
+                extra = _masked(extra, mask, leaves[mask.operand.node], at[:, None])
             logit = torch.cat([logit, extra], 1)
             value = torch.cat([value, torch.zeros_like(value[:, :1])], 1)
         return torch.einsum("mn,mnd->md", torch.softmax(logit, 1), value)

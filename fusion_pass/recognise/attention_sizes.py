@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..elements.layouts import Axis, row_major
 from ..elements.sizes import Sizes
-from .attention_match import AttentionMatch, Cut, KeyPiece, Mask, Operand, Partials
+from .attention_match import AttentionMatch, Cut, Gathered, KeyPiece, Mask, Operand, Partials
 from .refusal import Refused
 
 
@@ -41,7 +41,8 @@ def agreed(match: AttentionMatch, other: AttentionMatch, sizes: Sizes, other_siz
             q=None if match.q is None else compare.operand(match.q, other.q),
             kv=compare.pieces(match.kv, other.kv),
             sink=None if match.sink is None else compare.operand(match.sink, other.sink),
-            sink_gate=compare.masks(match.sink_gate, other.sink_gate))
+            sink_gate=compare.masks(match.sink_gate, other.sink_gate),
+            gathered=compare.gathered(match.gathered, other.gathered))
     except _Disagreement as error:
         return Refused("fmha", f"the attention is not the same for all sizes: {error}", match.output)
 
@@ -60,6 +61,16 @@ class _Comparison:
         if [(m.kind, m.operand.node) for m in mine] != [(m.kind, m.operand.node) for m in others]:
             raise _Disagreement("the masks change")
         return tuple(replace(a, operand=self.operand(a.operand, b.operand)) for a, b in zip(mine, others))
+
+    def gathered(self, mine: Sequence[Gathered], others: Sequence[Gathered]) -> tuple[Gathered, ...]:
+        """The gathered form where it holds for both; without it the dense form is left."""
+        key = [(g.pool, g.wrapped, g.first, g.steps) for g in mine]
+        if key != [(g.pool, g.wrapped, g.first, g.steps) for g in others]:
+            return ()
+        try:
+            return tuple(replace(a, indices=self.operand(a.indices, b.indices)) for a, b in zip(mine, others))
+        except _Disagreement:
+            return ()
 
     def operands(self, mine: Sequence[Operand], others: Sequence[Operand]) -> tuple[Operand, ...]:
         if len(mine) != len(others):

@@ -33,14 +33,17 @@ class Context:
         return Context(module, [sizes for _, sizes in zip(range(2), candidates)])
 
     def constant(self, node: fx.Node) -> object:
-        """The value of a get_attr node, or None when the module does not have it."""
+        """The value of a get_attr node, or of a graph input that an exported program always gives the same constant
+        (``meta["lifted_constant"]``, see programs.py); None when there is none."""
+        if node.op == "placeholder":
+            return node.meta.get("lifted_constant")
         value: object = self.module
         for name in str(node.target).split("."):
             value = getattr(value, name, None)
         return value
 
     def tensor_constant(self, node: fx.Node) -> torch.Tensor | None:
-        value = self.constant(node) if node.op == "get_attr" else None
+        value = self.constant(node) if node.op in ("get_attr", "placeholder") else None
         return value if isinstance(value, torch.Tensor) else None
 
     def order(self, node: fx.Node) -> int:

@@ -31,10 +31,10 @@ SAMPLED_PARTS = 8
 _Elements = dict[int, tuple[fx.Node, int]]
 
 
-def merges_partials(sites: list[Site]) -> bool:
+def merges_partials(sites: list[Site], normalised: bool) -> bool:
     """Whether the source spells a merge of partial attentions: every part is rescaled by a weight of its own, all the
-    same number of times. (A running softmax rescales earlier tiles more often than later ones; branches under one
-    common softmax are not rescaled at all.)"""
+    same number of times, or (``normalised``) every part's own weights already sum to one. (A running softmax rescales
+    earlier tiles more often than later ones; branches under one common softmax are not rescaled at all.)"""
     paths = list(dict.fromkeys(site.path for site in sites))
     if len(paths) < 2:
         return False
@@ -42,7 +42,7 @@ def merges_partials(sites: list[Site]) -> bool:
     while all(len(p) > common for p in paths) and len({p[common] for p in paths}) == 1:
         common += 1
     counts = {_rescalings(path[common:]) for path in paths}
-    return len(counts) == 1 and counts.pop() > 0
+    return min(counts) > 0 and (len(counts) == 1 or normalised)
 
 
 def _rescalings(path: Path) -> int:

@@ -12,6 +12,9 @@ from .context import Context
 from .descent import is_pointwise, is_tensor
 
 aten = torch.ops.aten
+# Their operand gives a shape, not a value.
+FACTORIES = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.new_zeros.default,
+             aten.new_ones.default, aten.new_full.default, aten.empty_like.default, aten.new_empty.default}
 
 
 def dependents(output: fx.Node, targets: set[fx.Node], cut: set[fx.Node], context: Context) -> set[fx.Node]:
@@ -38,10 +41,10 @@ def constant_only(node: fx.Node, limit: int = 200) -> bool:
     seen, work = set(), [node]
     while work:
         here = work.pop()
-        if here in seen or not is_tensor(here):
+        if here in seen or not is_tensor(here) or here.target in FACTORIES:
             continue
         seen.add(here)
-        if here.op == "placeholder" or len(seen) > limit:
+        if (here.op == "placeholder" and here.meta.get("lifted_constant") is None) or len(seen) > limit:
             return False
         if here.target in (aten.rand.default, aten.rand_like.default, aten.bernoulli.p, aten.native_dropout.default):
             return False

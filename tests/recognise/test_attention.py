@@ -10,7 +10,7 @@ from captured import CASES, Captured, axes_of, capture, load, node_values, outpu
 
 from fusion_pass.elements.layouts import Builder
 from fusion_pass.recognise.attention import recognise_attention
-from fusion_pass.recognise.attention_emit import AttentionOperands, MergeOperands
+from fusion_pass.recognise.attention_emit import AttentionOperands, GatheredOperands, MergeOperands
 from fusion_pass.recognise.attention_match import AttentionMatch, OutputAxes
 from fusion_pass.recognise.context import Context
 from fusion_pass.recognise.refusal import Refused
@@ -115,3 +115,58 @@ def test_refused(name: str) -> None:
         refusal = recognised(case, output, axes_of(output, context.sizes[0], HEADS, CHANNELS))
         assert isinstance(refusal, Refused)
         assert REFUSED[name[:6]] in refusal.reason
+
+
+def gathered_value(operands: GatheredOperands, values: dict) -> torch.Tensor:
+    """The gathered op's definition, in float64: [T, H, D]."""
+    q = values[operands.q].double()
+    rows, seen = [], []
+    for pool in operands.pools:
+        indices = values[pool.indices].long()
+        rows.append(values[pool.kv].double()[indices.clamp(min=0)])
+        seen.append(indices >= 0)
+    kv = torch.cat(rows, 1)
+    scores = torch.einsum("thd,tkd->thk", q, kv) * operands.scale
+    scores = scores.masked_fill(~torch.cat(seen, 1)[:, None], -math.inf)
+    sink = torch.full(q.shape[1:2], -math.inf) if operands.sink is None else values[operands.sink].double()
+    weights = torch.softmax(torch.cat([scores, sink[None, :, None].expand(len(q), -1, 1)], -1), -1)[..., :-1]
+    return torch.einsum("thk,tkd->thd", weights, kv)
+
+
+def two_pools(q, kv, pool, indices, more):
+    """[B, S, H, D] queries; a window per request (batch) and picked rows of one pool, each with its mask."""
+    near = torch.gather(kv, 1, indices.clamp(min=0).flatten(1)[..., None].expand(-1, -1, CHANNELS))
+    near = near.view(*indices.shape, CHANNELS)
+    far = pool[more.clamp(min=0)]
+    scores = []
+    for rows, index in ((near, indices), (far, more)):
+        score = torch.einsum("bshd,bskd->bshk", q, rows) * 0.05
+        scores.append(torch.where(index[:, :, None] >= 0, score, float("-inf")))
+    weights = torch.softmax(torch.cat(scores, -1), -1)
+    count = indices.shape[-1]
+    return (torch.einsum("bshk,bskd->bshd", weights[..., :count], near)
+            + torch.einsum("bshk,bskd->bshd", weights[..., count:], far))
+
+
+@pytest.mark.parametrize("name", ["pos_01", "pos_07", "pos_14", "two_pools"])
+def test_gathered(name: str) -> None:
+    if name == "two_pools":
+        torch.manual_seed(0)
+        case = capture(two_pools, (torch.randn(3, 4, HEADS, CHANNELS), torch.randn(3, 20, CHANNELS),
+                                   torch.randn(50, CHANNELS), torch.randint(-1, 20, (3, 4, 6)),
+                                   torch.randint(-1, 50, (3, 4, 9))))
+        output = next(n for n in case.module.graph.nodes if n.op == "output").args[0][0]
+    else:
+        module = load(next(n for n in NAMES if n.startswith(name)))
+        case = capture(*module.make(dtype=torch.float32))
+        output, *_ = outputs(case.module, Context.of(case.module).sizes[0], HEADS, CHANNELS)
+    sizes = Context.of(case.module).sizes[0]
+    match = recognised(case, output, axes_of(output, sizes, HEADS, CHANNELS))
+    assert isinstance(match, AttentionMatch), match.reason
+    assert len(match.gathered) == len(match.kv) == (2 if name == "two_pools" else 1)
+    operands = match.emit_gathered(Builder(case.module.graph, sizes, output))
+    case.module.graph.lint()
+    case.module.recompile()
+    values = node_values(case.module, case.inputs)
+    got = gathered_value(operands, values)
+    assert close(values[output].double().reshape(got.shape), got) < (1e-4 if name == "pos_14" else 2e-6)
