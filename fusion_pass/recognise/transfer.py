@@ -29,6 +29,8 @@ def leaves_of(chain: Chain) -> set[fx.Node]:
     else:
         leaves |= {node for node in _nodes_in(chain.attention) if node not in chain.attention.interior
                    and node is not chain.attention.output}
+        if chain.attention.gathered:    # looked behind: the proof goes on to the pool and the indices
+            leaves -= {piece.rows.node for piece in chain.attention.kv}
     return leaves
 
 
