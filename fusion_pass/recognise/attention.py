@@ -48,6 +48,11 @@ def recognise_attention(output: fx.Node, axes: OutputAxes, context: Context,
             return recognise_apart(axes, apart, lambda part: recognise_attention(output, part, context, sizes))
         explorer = Explorer(output, axes, sizes, context)
         result = _recognise(explorer, context)
+        if isinstance(result, Refused) and explorer.left_out:
+            # Rows that are zero for every token are not always a sink's: padding in front of a window, say.
+            again = Explorer(output, axes, sizes, context, zero_rows_are_keys=True)
+            second = _recognise(again, context)
+            result = second if isinstance(second, AttentionMatch) else result
     except Unevaluated as error:
         return Refused("fmha", f"depends on {depends_on(error.node)}: {error}", error.node)
     except (Unsized, Unfollowed) as error:
@@ -104,7 +109,7 @@ def _segments(explorer: Explorer) -> tuple[list[Segment], list[Reach]] | Refused
         if site is None:
             opaque.append(Reach(reach.node, reach.lanes, reach.index, path))
             continue
-        keys = (~explorer.zero_rows(site)).nonzero().flatten()
+        keys = explorer.keys(site)
         if not len(keys):
             continue
         found = explorer.segments(site, keys)

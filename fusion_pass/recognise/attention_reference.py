@@ -114,7 +114,7 @@ class Prover:
         for binding in self.bindings:
             site = binding.segment.site
             zeros = self.explorer.zero_rows(site).nonzero().flatten()
-            if not len(zeros) or site.fused is not None:
+            if not len(zeros) or site.fused is not None or self.explorer.zero_rows_are_keys:
                 continue
             for mask in binding.piece.masks:
                 operand = self._beyond(binding, mask, int(zeros[0]))

@@ -106,7 +106,9 @@ def fused_values(fused: Fused, sizes: Sizes) -> Contraction:
 class Explorer:
     """Finds the sites and segments of the attention whose output lives in ``output`` at ``axes``."""
 
-    def __init__(self, output: fx.Node, axes: OutputAxes, sizes: Sizes, context: Context):
+    def __init__(self, output: fx.Node, axes: OutputAxes, sizes: Sizes, context: Context,
+                 zero_rows_are_keys: bool = False):
+        self.zero_rows_are_keys, self.left_out = zero_rows_are_keys, False
         self.output, self.axes, self.sizes, self.context = output, axes, sizes, context
         self.descent = Descent(sizes)
         self.follower = Follower(sizes)
@@ -164,6 +166,14 @@ class Explorer:
             for reach in self.descent.linear(site.values.rhs, at):
                 result.append(Reach(reach.node, reach.lanes, reach.index, (*site.path, step, *reach.path)))
         return result
+
+    def keys(self, site: Site) -> torch.Tensor:
+        """The numbers of a site's keys: without the rows that are zero, which only carry a sink (usually)."""
+        zero = self.zero_rows(site)
+        if not bool(zero.any()) or self.zero_rows_are_keys:
+            return torch.arange(site.values.extent)
+        self.left_out = True
+        return (~zero).nonzero().flatten()
 
     def zero_rows(self, site: Site) -> torch.Tensor:
         """Which keys of a site have a value row that is zero for every token (sampled) and channel (sampled)."""
