@@ -130,6 +130,13 @@ def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
 
 
+def tracing_artifacts() -> bool:
+    """Is a structured trace being written?"""
+    from torch._logging._internal import trace_log
+
+    return bool(trace_log.handlers)
+
+
 def counters() -> Any:
     """``torch._dynamo.utils.counters``: category -> Counter."""
     from torch._dynamo.utils import counters as all_counters

@@ -24,7 +24,7 @@ from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
 from .recognise.rotation import Table
 from .replace_product import replace_product
-from .strides import propagate_strides
+from .strides import propagate_strides, same_shape
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -340,6 +340,10 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts
     if any(new is None for new in news.values()):
         return Refused("bgemm", "the fused result cannot be viewed in the layout that the contraction reads",
                        rotation.node)
+    for old, new in news.items():
+        if not same_shape(old.meta["val"], new.meta["val"]):
+            return Refused("bgemm", f"the fused result would have the shape {tuple(new.meta['val'].shape)} instead of "
+                           f"{tuple(old.meta['val'].shape)}", old)
     for old, new in news.items():
         going_on = new if validate is None else validate(old, new)
         old.replace_all_uses_with(going_on, delete_user_cb=lambda user, keep=going_on: user is not keep)

@@ -18,7 +18,7 @@ from .elements.fakes import unify_fake_modes
 from .elements.sizes import Sizes
 from .gate import compile_time_gate
 from .guarded import restore, snapshot
-from .legality import GraphFacts, drop_needless_checks
+from .legality import GraphFacts
 from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
@@ -35,6 +35,7 @@ def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[],
     called before anything is changed (to keep a copy); it is not called for a graph without chains.
 
     The graph is in functional ATen form (AOT, post-grad, export or make_fx). Nothing is changed when nothing is found.
+    What was replaced is left as dead code, for the caller to take away once nothing can fail any more (``guarded``).
     """
     started = time.perf_counter()
     plan = Plan()
@@ -44,7 +45,12 @@ def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[],
         if before_change is not None:
             before_change()
     while True:
-        report, settled = _run(gm, config, plan, before_change)
+        try:
+            report, settled = _run(gm, config, plan, before_change)
+        except Exception:
+            if before is not None:
+                restore(gm, before)
+            raise
         if settled:
             break
         restore(gm, before)         # with another plan for the declared ops
@@ -91,11 +97,6 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
                 report.near_misses.append(_near_miss(refused))
         settled = declared.settle(changed, plan)
         report.notes += declared.notes()
-        if changed:
-            drop_needless_checks(gm.graph)
-            gm.graph.eliminate_dead_code()
-            gm.graph.lint()
-            gm.recompile()
     return report, settled
 
 

@@ -7,6 +7,7 @@ the caller was promised when those were contiguous.
 
 from __future__ import annotations
 
+import sympy
 import torch
 import torch.fx as fx
 
@@ -29,6 +30,17 @@ def propagate_strides(old: torch.Tensor, new: fx.Node) -> None:
                 if isinstance(stale, torch.Tensor):
                     _recompute(user)
                     work.append((user, stale))
+
+
+def same_shape(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """The same dimensions for all values of the size symbols (a number in the place of a symbol is another shape)."""
+    return len(old.shape) == len(new.shape) and all(
+        a == b if isinstance(a, int) and isinstance(b, int) else sympy.expand(_expression(a) - _expression(b)) == 0
+        for a, b in zip(old.shape, new.shape))
+
+
+def _expression(size: int | torch.SymInt) -> sympy.Expr:
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
 def _same(before: torch.Tensor, after: torch.Tensor) -> bool:

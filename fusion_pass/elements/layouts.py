@@ -17,6 +17,7 @@ from .sizes import Sizes
 
 aten = torch.ops.aten
 PROBE_LIMIT = 1 << 16
+END = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Builder:
                 else:
                     current = self.call(aten.select.int, current, position, starts[dim])
                 continue
-            current = self._split(current, position, shape[dim], starts[dim], mine)
+            current = self._split(current, position, shape[dim], starts[dim], mine, axes)
             if current is None:
                 return None
             order.extend(mine)
@@ -186,43 +187,62 @@ class Builder:
         return self.view(current, self.sizes_of(
             [a if a.stride else Axis(1, 0) for a in axes]))
 
-    def _split(self, node: fx.Node, position: int, size: int, start: int,
-               parts: list[tuple[int, int, int, int]]) -> fx.Node | None:
+    def _split(self, node: fx.Node, position: int, size: int, start: int, parts: list[tuple[int, int, int, int]],
+               axes: Sequence[Axis]) -> fx.Node | None:
         """Dimension ``position`` as one dimension per part (outermost first)."""
         _, step, count, _ = parts[-1]
         inner = 1
         for _, part_step, part_count, _ in reversed(parts):
             if part_step != step * inner:
-                return self._split_gapped(node, position, size, start, parts)
+                return self._split_gapped(node, position, size, start, parts, axes)
             inner *= part_count
+        counts = [self._count(part, axes) for part in parts]
+        if any(count is None for count in counts):
+            return None
         if not (start == 0 and step == 1 and inner == size):
-            node = self.call(aten.slice.Tensor, node, position, start, start + (inner - 1) * step + 1, step)
+            stop: int = start + (inner - 1) * step + 1
+            if any(not isinstance(count, int) for count in counts):
+                if stop + step <= size:
+                    return None         # ends inside a dimension, at a place that depends on a symbolic size
+                stop = END
+            node = self.call(aten.slice.Tensor, node, position, start, stop, step)
         if len(parts) > 1:
-            shape: list[int | fx.Node] = []
-            for dim, length in enumerate(node.meta["val"].shape):
-                if dim == position:
-                    shape.extend(p[2] for p in parts)
-                else:
-                    shape.append(length if isinstance(length, int) else self.call(aten.sym_size.int, node, dim))
-            node = self.view(node, shape)
+            node = self.view(node, self._shape_with(node, position, counts))
         return node
 
-    def _split_gapped(self, node: fx.Node, position: int, size: int, start: int,
-                      parts: list[tuple[int, int, int, int]]) -> fx.Node | None:
-        _, outer_step, outer_count, _ = parts[0]
-        if size % outer_step or start % outer_step + (parts[1][2] - 1) * parts[1][1] >= outer_step:
-            return None
+    def _count(self, part: tuple[int, int, int, int], axes: Sequence[Axis]) -> int | fx.Node | None:
+        """The length of a part: a node when its axis is symbolic, None when a part of a symbolic axis has no name."""
+        axis = axes[part[3]]
+        if axis.size_from is None:
+            return part[2]
+        return self.size(axis) if part[2] == axis.size else None
+
+    def _shape_with(self, node: fx.Node, position: int, counts: Sequence[int | fx.Node]) -> list[int | fx.Node]:
+        """``node``'s shape with ``counts`` in place of dimension ``position``."""
         shape: list[int | fx.Node] = []
         for dim, length in enumerate(node.meta["val"].shape):
             if dim == position:
-                shape.extend([size // outer_step, outer_step])
+                shape.extend(counts)
             else:
-                shape.append(length if isinstance(length, int) else self.call(aten.sym_size.int, node, dim))
-        node = self.view(node, shape)
+                shape.append(length if isinstance(length, int) else self.symbol(length, node, dim))
+        return shape
+
+    def _split_gapped(self, node: fx.Node, position: int, size: int, start: int,
+                      parts: list[tuple[int, int, int, int]], axes: Sequence[Axis]) -> fx.Node | None:
+        _, outer_step, outer_count, _ = parts[0]
+        if size % outer_step or start % outer_step + (parts[1][2] - 1) * parts[1][1] >= outer_step:
+            return None
+        counts: list[int | fx.Node] = [size // outer_step, outer_step]
+        if not isinstance(node.meta["val"].shape[position], int):
+            outer = self._count(parts[0], axes)
+            if outer is None or outer_count != size // outer_step:
+                return None
+            counts[0] = outer
+        node = self.view(node, self._shape_with(node, position, counts))
         first = start // outer_step
         if first or outer_count != size // outer_step:
             node = self.call(aten.slice.Tensor, node, position, first, first + outer_count)
-        return self._split(node, position + 1, outer_step, start % outer_step, parts[1:])
+        return self._split(node, position + 1, outer_step, start % outer_step, parts[1:], axes)
 
     def arrange(self, node: fx.Node, axes: Sequence[Axis], like: fx.Node) -> fx.Node | None:
         """``node`` has one dimension per axis; put its elements where ``axes`` say they live in ``like``'s row-major
