@@ -218,7 +218,7 @@ def _linear_rule(sign: float, reverse: bool = False):
 
 
 def _mul_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
-    """A scalar factor (a number other than +-1, or a one-element tensor) of something without leaves stays inside an
+    """A scalar factor (a number other than +-1, or a tensor without dimensions) of something without leaves stays inside an
     atom: a scaled cos table is a table."""
     a, b = engine.operand(node, node.args[0], index), engine.operand(node, node.args[1], index)
     if a is None or b is None:
@@ -231,7 +231,7 @@ def _mul_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Valu
 
 def _is_scale(engine: Symbolic, argument: object) -> bool:
     if isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), torch.Tensor):
-        return engine.sizes.numel(argument) == 1
+        return len(engine.sizes.shape(argument)) == 0
     return abs(float(engine.sizes.number(argument))) != 1.0
 
 
