@@ -218,8 +218,8 @@ def _linear_rule(sign: float, reverse: bool = False):
 
 
 def _mul_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
-    """A scalar factor (a number other than +-1, or a tensor without dimensions) of something without leaves stays inside an
-    atom: a scaled cos table is a table."""
+    """A scalar factor (a number other than +-1, or a tensor without dimensions) of something without leaves stays
+    inside an atom: a scaled cos table is a table."""
     a, b = engine.operand(node, node.args[0], index), engine.operand(node, node.args[1], index)
     if a is None or b is None:
         return None
