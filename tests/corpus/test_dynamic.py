@@ -12,7 +12,10 @@ import torch
 from compiling import FLEX, POSITIVES, case, difference, eager, problems
 from run_all import flat, fresh
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import fusion_pass
 from fusion_pass import Config
@@ -49,9 +52,16 @@ def symbolic_graph(name):
         where, dim = dims[0]
         return with_symbol(fn, inputs[where].shape[dim], set())(*inputs)
 
-    with torch.no_grad():
+    # Only these dimensions are symbols: everything else is as static as parameters are under torch.compile.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    inputs = []
+    for i, a in enumerate(fresh(args)):
+        context = StatelessSymbolicContext([DimDynamic.DYNAMIC if (i, d) in dims else DimDynamic.STATIC
+                                            for d in range(a.dim())])
+        inputs.append(mode.from_tensor(a, symbolic_context=context, source=ConstantSource(f"input_{i}")))
+    with torch.no_grad(), mode:
         functional = torch.func.functionalize(run, remove="mutations")
-        gm = make_fx(functional, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*fresh(args))
+        gm = make_fx(functional, tracing_mode="fake")(*inputs)
     return module, gm
 
 
