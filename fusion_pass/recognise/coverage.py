@@ -32,13 +32,18 @@ def unseen(chain: Chain, sizes: Sizes) -> list[fx.Node]:
     missing = []
     while stack:
         node = stack.pop()
-        if node in passed or node in leaves or node.op != "call_function":
+        if node in passed or node in leaves or node.op != "call_function" or _is_empty(node, sizes):
             continue
         passed.add(node)
         if isinstance(node.meta.get("val"), torch.Tensor) and node not in sizes.seen:
             missing.append(node)
         stack.extend(_read(node))
     return missing
+
+
+def _is_empty(node: fx.Node, sizes: Sizes) -> bool:
+    """A tensor without elements (the first state of a cache, joined with the first keys) has nothing to look at."""
+    return isinstance(node.meta.get("val"), torch.Tensor) and sizes.numel(node) == 0
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
