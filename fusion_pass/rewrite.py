@@ -26,6 +26,7 @@ from .recognise.declared import DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line
 from .replace import Replaced, kept_alive, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
+from .size_nodes import read_sizes_from_inputs
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
         if findings.chains:
             if before_change is not None:
                 before_change()
+            read_sizes_from_inputs(gm.graph)
             facts = GraphFacts(gm.graph)
             mutation = facts.mutation()
             for chain in findings.chains:

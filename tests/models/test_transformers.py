@@ -59,12 +59,13 @@ def relative(value, wanted):
     return ((value.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-def assert_all_fused(reports, roles=BF16_ROLES, layers=LAYERS):
+def assert_all_fused(reports, roles=BF16_ROLES, layers=LAYERS, assignments=1):
+    """``assignments``: with symbolic sizes, everything is proved for two of them."""
     assert reports
     for report in reports:
         assert [chain.roles for chain in report.fused] == [roles] * layers, str(report)
         assert not report.gated and not report.near_misses, str(report)
-        assert report.visits <= VISITS_PER_LAYER * layers, report.summary()
+        assert report.visits <= VISITS_PER_LAYER * layers * assignments, report.summary()
         for chain in report.fused:
             assert ("rope_quant" in chain.op) == (roles is FP8_ROLES) and "attention" in chain.op
 
@@ -126,7 +127,7 @@ def test_dynamic_shapes(models, dtype, fp8):
         ids = prompt(1, length)
         logits = compiled(ids, use_cache=False).logits
         assert relative(logits, model(ids, use_cache=False).logits) < TOLERANCE[dtype, fp8]
-    assert_all_fused(reports(), FP8_ROLES if fp8 else BF16_ROLES)
+    assert_all_fused(reports(), FP8_ROLES if fp8 else BF16_ROLES, assignments=2)
 
 
 class Logits(torch.nn.Module):
