@@ -1,0 +1,13 @@
+"""Set-up that must come before the first import of Triton.
+
+Without a GPU the Triton kernels run in Triton's CPU interpreter. Triton looks at the variable when a function is
+decorated, its own library functions included, so it has to be set before anything imports Triton: here, not beside the
+kernel tests, which may be collected after tests that compile with Inductor.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
