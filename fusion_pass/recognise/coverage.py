@@ -35,11 +35,8 @@ def unseen(chain: Chain, sizes: Sizes) -> list[fx.Node]:
         if node in passed or node in leaves or node.op != "call_function" or _is_empty(node, sizes):
             continue
         passed.add(node)
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            if sizes.numel(node) == 0:
-                continue            # a cache that holds nothing yet
-            if node not in sizes.seen:
-                missing.append(node)
+        if isinstance(node.meta.get("val"), torch.Tensor) and node not in sizes.seen:
+            missing.append(node)
         stack.extend(_read(node))
     return missing
 
