@@ -97,7 +97,8 @@ def value_step(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[str, Step]:
         "softmax": lambda x: x.softmax(dim), "sum": lambda x: x.sum(dim, keepdim=True),
         "amax": lambda x: x.abs().amax(dim, keepdim=True), "mean": lambda x: x.mean(dim, keepdim=True),
         "normalise": lambda x: x / (x.abs().sum(dim, keepdim=True) + 1), "lse": lambda x: x.logsumexp(dim, True),
-        "matmul": lambda x: x.reshape(-1, x.shape[-1]) @ x.reshape(-1, x.shape[-1]).T, "cumsum": lambda x: x.cumsum(dim),
+        "matmul": lambda x: x.reshape(-1, x.shape[-1]) @ x.reshape(-1, x.shape[-1]).T,
+        "cumsum": lambda x: x.cumsum(dim),
         "max": lambda x: x.max(dim).values, "maximum": lambda x: torch.maximum(x, x.flip(dim)),
         "mask": lambda x: x.masked_fill(x < 0, -1.0), "complex": _complex,
     }

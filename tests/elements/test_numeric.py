@@ -24,7 +24,8 @@ INDEX = torch.tensor([2, 0, 1, 1])
 RULES = {
     "view": lambda x: x.view(6, 4), "reshape": lambda x: x.transpose(0, 1).reshape(-1), "permute": lambda x: x.permute(
         2, 0, 1), "slice": lambda x: x[:, 1:, ::2], "negative slice": lambda x: x[..., -3:-1],
-    "select": lambda x: x[:, -1], "expand": lambda x: x[:, :1].expand(2, 5, 4), "squeeze": lambda x: x[:, :1].squeeze(1),
+    "select": lambda x: x[:, -1], "expand": lambda x: x[:, :1].expand(2, 5, 4),
+    "squeeze": lambda x: x[:, :1].squeeze(1),
     "cat": lambda x: torch.cat([x, x[:, :1]], 1), "stack": lambda x: torch.stack([x, -x], -1),
     "pad": lambda x: F.pad(x, (1, 0, 0, 2), value=7.0), "negative pad": lambda x: F.pad(x, (-1, 0)),
     "slice scatter": lambda x: torch.slice_scatter(x, x[:, :1] * 2, 1, 1, 2),
@@ -41,12 +42,14 @@ RULES = {
     "any": lambda x: (x > 1).any(1), "all": lambda x: (x > -1).all(2), "any over dims": lambda x: (x > 1).any((0, 1)),
     "logsumexp": lambda x: x.logsumexp(2), "prod": lambda x: x.prod(1), "cumsum": lambda x: x.cumsum(1),
     "softmax": lambda x: x.softmax(1), "log_softmax": lambda x: x.log_softmax(-1),
-    "index": lambda x: x[:, torch.tensor([2, 0])], "index of two": lambda x: x[torch.tensor([0, 1]), torch.tensor([2, 0])],
+    "index": lambda x: x[:, torch.tensor([2, 0])],
+    "index of two": lambda x: x[torch.tensor([0, 1]), torch.tensor([2, 0])],
     "negative index": lambda x: x[:, torch.tensor([-1, 0])],
     "index_select": lambda x: x.index_select(1, torch.tensor([1, 1])), "gather": lambda x: x.gather(
         2, INDEX.expand(2, 3, 4)), "embedding": lambda x: F.embedding(INDEX, x.reshape(6, 4)),
     "where": lambda x: torch.where(MASK, x, x * 2), "masked_fill": lambda x: x.masked_fill(MASK, -torch.inf),
-    "boolean put": lambda x: torch.where(MASK, torch.zeros((), dtype=x.dtype), x), "clamp": lambda x: x.clamp(-0.5, 0.5),
+    "boolean put": lambda x: torch.where(MASK, torch.zeros((), dtype=x.dtype), x),
+    "clamp": lambda x: x.clamp(-0.5, 0.5),
     "arange": lambda x: x + torch.arange(1, 9, 2), "full": lambda x: x + torch.full((4,), 2.0),
     "ones": lambda x: x * torch.ones_like(x) + x.new_zeros(4), "complex": lambda x: torch.view_as_real(
         torch.view_as_complex(x.reshape(2, 3, 2, 2)) * torch.polar(x[:1, :1, :2].abs(), x[:1, :1, 2:]).conj()),
