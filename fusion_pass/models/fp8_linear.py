@@ -160,7 +160,8 @@ def replace_grouped_linear(model: nn.Module, scale_rule: str = "ue8m0") -> list[
 
 def _scale(amax: Tensor, rule: str) -> Tensor:
     _check_rule(rule)
-    scale = amax / E4M3_MAX
+    # Not the module's constant: with dynamic=True, Dynamo makes a graph input of a global float.
+    scale = amax / torch.finfo(torch.float8_e4m3fn).max
     if rule == "fp32":
         return scale
     # Round up to a power of two in the bits: log2 rounds, and a scale that comes out one step too small saturates

@@ -172,10 +172,10 @@ class Prover:
             got = engine.values(self.explorer.output, index).view(len(rows[0]), len(channels))
             self.visits += engine.visits
             want = self.formula(rows, channels, leaves, sink, gate)
-            known = torch.isfinite(got) & torch.isfinite(want)
-            if not bool(known.any()):
+            known = torch.isfinite(want)        # a row without a key is not
+            if not bool((known & torch.isfinite(got)).any()):
                 continue
-            wrong = known & ((got - want).abs() > TOLERANCE * want.abs().clamp_min(1e-3))
+            wrong = known & ~((got - want).abs() <= TOLERANCE * want.abs().clamp_min(1e-3))
             if bool(wrong.any()):
                 row, column = (int(i) for i in wrong.nonzero()[0])
                 where = ", ".join(str(int(r[row])) for r in rows)

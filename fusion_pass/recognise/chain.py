@@ -61,6 +61,7 @@ class _Candidate:
     structure: Structure
     rotation: Rotation | Refused
     path: QuantPath
+    seen: set[fx.Node]
 
 
 class ChainFinder:
@@ -138,12 +139,14 @@ class ChainFinder:
         kind = dtype_of(node)
         if kind is None or not (kind.is_floating_point or kind in FP8):
             return None
+        self.sizes.seen = seen = set()
         try:
             path = QuantPath(self.sizes, self.cones)
             structure = read_structure(node, self.sizes, self.follower, path)
             if structure is None:
                 return None
-            return _Candidate(node, structure, recognise_rotation(structure, self.sizes, self.follower, path), path)
+            rotation = recognise_rotation(structure, self.sizes, self.follower, path)
+            return _Candidate(node, structure, rotation, path, seen)
         except (Unsized, Unevaluated):
             return None
 
@@ -165,6 +168,7 @@ class ChainFinder:
 
     def _chain(self, candidate: _Candidate, anchors: list[Anchor]) -> Chain | Refused:
         rotation = candidate.rotation
+        self.sizes.seen = set(candidate.seen)       # what other chains were proved by says nothing of this one
         if isinstance(rotation, Refused):
             # Of interest only if what was rotated is an attention output: every rotated query looks like this.
             match = self._attention(self._plain_axes(candidate.structure), candidate.structure.source)

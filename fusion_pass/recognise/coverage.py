@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from ..elements.sizes import Sizes
 from .chain_types import Chain
-from .transfer import leaves_of
+from .transfer import leaves_of, nodes_in
 
 aten = torch.ops.aten
 # Operators that read the shape of their first operand, not its values.
@@ -25,6 +25,9 @@ _SHAPE_ONLY = {
 def unseen(chain: Chain, sizes: Sizes) -> list[fx.Node]:
     """Nodes between the leaves of ``chain`` and its result that no evaluation has looked at."""
     leaves = leaves_of(chain)
+    if chain.attention is not None:
+        # Loads that a gathered form takes over are no leaves any more, but were examined as such.
+        leaves |= {node for node in nodes_in(chain.attention) if node is not chain.attention.output}
     stack = [chain.rotation.node]
     if chain.quantisation is not None and chain.quantisation.scales is not None:
         stack.append(chain.quantisation.scales.node)

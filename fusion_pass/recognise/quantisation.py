@@ -145,7 +145,7 @@ def agrees_everywhere(rotation: Rotation, quantisation: Quantisation | None, siz
     if quantisation is None:
         return bool(((x - found).abs() <= 1e-9 * x.abs().clamp_min(1e-3)).all())
     want = _quantised(x, quantisation.block, quantisation.rule, quantisation.floor, quantisation.scales is not None)
-    wrong = (found - want).abs() > 1e-5 * want.abs().clamp_min(1e-37)
+    wrong = ~((found - want).abs() <= 1e-5 * want.abs().clamp_min(1e-37))
     blocks = wrong.view(len(wrong), -1, quantisation.block).sum(-1)
     return _equal(found, want) and int(blocks.max()) <= quantisation.block // 8
 
@@ -180,7 +180,7 @@ def _quantised(x: torch.Tensor, block: int, rule: str, floor: float, codes_only:
 
 def _equal(found: torch.Tensor, want: torch.Tensor) -> bool:
     """Equal up to float64 noise; a value that sits on a rounding border of E4M3 may fall to either side."""
-    wrong = (found - want).abs() > 1e-5 * want.abs().clamp_min(1e-37)
+    wrong = ~((found - want).abs() <= 1e-5 * want.abs().clamp_min(1e-37))       # not-a-number is wrong
     return int(wrong.sum()) * 2000 <= found.numel()
 
 
@@ -188,7 +188,7 @@ def _explain(x: torch.Tensor, found: torch.Tensor, forms: list[tuple[str, int]],
              is_codes: bool) -> str:
     rule, block = forms[0]
     want = _quantised(x, block, rule, floors[0], is_codes)
-    row, channel = ((found - want).abs() > 1e-5 * want.abs()).nonzero()[0].tolist()
+    row, channel = (~((found - want).abs() <= 1e-5 * want.abs())).nonzero()[0].tolist()
     kind = "code" if is_codes else "dequantised value"
     return (f"channel {channel}: {kind} {found[row, channel]:.6g} for {x[row, channel]:.6g}, expected "
             f"{want[row, channel]:.6g} (blocks of {block}, scale = "

@@ -27,7 +27,7 @@ def leaves_of(chain: Chain) -> set[fx.Node]:
     if chain.attention is None:
         leaves.add(chain.rotation.source)
     else:
-        leaves |= {node for node in _nodes_in(chain.attention) if node not in chain.attention.interior
+        leaves |= {node for node in nodes_in(chain.attention) if node not in chain.attention.interior
                    and node is not chain.attention.output}
         if chain.attention.gathered:    # looked behind: the proof goes on to the pool and the indices
             leaves -= {piece.rows.node for piece in chain.attention.kv}
@@ -51,7 +51,7 @@ def transfer(chain: Chain, anchor: Anchor) -> Chain | None:
         pairs += [(a, b) for a, b in zip(known.node.args, anchor.node.args) if isinstance(a, fx.Node)]
     if not _walk(pairs, leaves_of(chain), mapping):
         return None
-    wanted = set(_nodes_in(chain))
+    wanted = set(nodes_in(chain))
     if not wanted <= set(mapping):
         return None
     moved = _substitute(chain, mapping)
@@ -113,19 +113,19 @@ def _same_arguments(x: object, y: object, stack: list[tuple[fx.Node, fx.Node]]) 
     return type(x) is type(y) and (x == y or (x != x and y != y))
 
 
-def _nodes_in(value: object) -> Iterator[fx.Node]:
+def nodes_in(value: object) -> Iterator[fx.Node]:
     if isinstance(value, fx.Node):
         yield value
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
-            yield from _nodes_in(item)
+            yield from nodes_in(item)
     elif isinstance(value, Anchor):
         yield value.node
         yield value.operand
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
             if item.name not in ("interior", "casts", "attention_refused", "fallbacks"):
-                yield from _nodes_in(getattr(value, item.name))
+                yield from nodes_in(getattr(value, item.name))
 
 
 def _substitute(value: object, mapping: dict[fx.Node, fx.Node]) -> object:
@@ -144,7 +144,7 @@ def _substitute(value: object, mapping: dict[fx.Node, fx.Node]) -> object:
         for item in dataclasses.fields(value):
             part = getattr(value, item.name)
             if item.name == "fallbacks":
-                part = tuple(f for f in part if all(n in mapping for n in _nodes_in(f)))
+                part = tuple(f for f in part if all(n in mapping for n in nodes_in(f)))
             changes[item.name] = _substitute(part, mapping)
         return dataclasses.replace(value, **changes)
     return value

@@ -17,6 +17,8 @@ from fusion_pass import Config
 MUTANTS = int(os.environ.get("FUSION_PASS_TEST_MUTANTS", "12"))
 # The inputs as they are, and so small that floors and clamps of quantisation scales decide.
 MAGNITUDES = (1.0, 1e-3, 1e-6)
+# These round the result to 8-bit integers or to bf16 afterwards, where the last bit of anything may flip a step.
+ROUNDED = {"pos_58": 5e-3}
 totals = {"mutants": 0, "other value": 0, "refused": 0, "kept": 0}
 
 
@@ -78,10 +80,13 @@ def test_mutants_keep_their_value(name):
         report = fusion_pass.rewrite(rewritten, Config(strict=True))
         assert report.fused
         noise = distance(values(rewritten, inputs), original)
-        tolerance = 3 * noise + 1e-5
+        tolerance = 3 * noise + ROUNDED.get(name[:6], 1e-5)
         survivors, counted = [], 0
         for description, mutant in mutants(gm, MUTANTS, zlib.crc32(name.encode())):
-            before = values(copy.deepcopy(mutant), inputs)
+            try:
+                before = values(copy.deepcopy(mutant), inputs)
+            except (RuntimeError, IndexError):
+                continue        # no program: an index out of range, an operator that this dtype has not
             changed = distance(before, original) > 2 * tolerance
             report = fusion_pass.rewrite(mutant, Config(strict=True))
             kept = not report.fused or distance(values(mutant, inputs), before) <= tolerance
