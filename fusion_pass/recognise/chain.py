@@ -171,8 +171,11 @@ class ChainFinder:
         self.sizes.seen = set(candidate.seen)       # what other chains were proved by says nothing of this one
         if isinstance(rotation, Refused):
             # Of interest only if what was rotated is an attention output: every rotated query looks like this.
-            match = self._attention(self._plain_axes(candidate.structure), candidate.structure.source)
-            return Refused(rotation.role, rotation.reason, rotation.node, silent=match is None)
+            source = candidate.structure.source
+            is_output = source.op == "call_function" and behind_softmax(source) and any(
+                isinstance(self._recognise_attention(source, axes), AttentionMatch)
+                for axes in _guessed_axes(candidate.structure))
+            return Refused(rotation.role, rotation.reason, rotation.node, silent=not is_output)
         path = QuantPath(self.sizes, self.cones)
         grouping = recognise_grouping(rotation, anchors, self.sizes, self.follower, path)
         if isinstance(grouping, Refused):
@@ -239,22 +242,6 @@ class ChainFinder:
         except (Unsized, Unevaluated) as error:
             return Refused("fmha", str(error), source)
 
-    def _plain_axes(self, structure: Structure) -> OutputAxes | None:
-        """A guess at the axes of an output whose rotation was refused: the innermost non-channel axis is the heads."""
-        if not structure.axes:
-            return None
-        ordered = sorted(structure.axes, key=lambda a: a.source)
-        heads = ordered[0]
-        return OutputAxes(tuple(Axis(a.size, a.source, a.size_from) for a in reversed(ordered[1:])),
-                          Axis(heads.size, heads.source), Axis(structure.head_dim, structure.channel_stride),
-                          structure.offset)
-
-    def _attention(self, axes: OutputAxes | None, source: fx.Node) -> AttentionMatch | None:
-        if axes is None or source.op != "call_function" or not behind_softmax(source):
-            return None
-        found = self._recognise_attention(source, axes)
-        return found if isinstance(found, AttentionMatch) else None
-
 
 def find_chains(context: Context) -> Findings:
     """The chains of a graph. With symbolic sizes a chain must also hold, as the same chain, for sizes other than the
@@ -282,3 +269,16 @@ def find_chains(context: Context) -> Findings:
                     "bgemm", "the chain holds for the example's sizes but not for others", chain.anchors[0].node))
         findings.chains = kept
     return findings
+
+
+def _guessed_axes(structure: Structure) -> Iterator[OutputAxes]:
+    """Possible axes of an output whose rotation was refused. Any axis may be the heads, the innermost first; so may two
+    that follow one another (groups of heads)."""
+    ordered = sorted(structure.axes, key=lambda a: a.source)
+    for inner in ordered:
+        outer = next((a for a in ordered if a is not inner and a.source == inner.source * inner.size), None)
+        for heads in ([inner, outer], [inner]) if outer is not None else ([inner],):
+            size = heads[0].size * (heads[1].size if len(heads) > 1 else 1)
+            yield OutputAxes(tuple(Axis(a.size, a.source, a.size_from) for a in reversed(ordered) if a not in heads),
+                             Axis(size, inner.source), Axis(structure.head_dim, structure.channel_stride),
+                             structure.offset)
