@@ -39,7 +39,7 @@ class _Printer:
         node = self.origin(node)
         if node not in self.names:
             if node.op in ("placeholder", "get_attr"):
-                kind = "input" if node.op == "placeholder" else "constant"
+                kind = "in" if node.op == "placeholder" else "const"
                 self.names[node] = f"{kind}{sum(n.startswith(kind) for n in self.names.values())}"
             else:
                 self.names[node] = f"%{sum(n.startswith('%') for n in self.names.values())}"
@@ -72,7 +72,7 @@ class _Printer:
             values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
             shape = " : " + ", ".join(self.shape(v) for v in values)
         line = f"{self.name(node)} = {'fusion_pass.' if ours else ''}{op}({', '.join(reads)})"
-        return f"{line}\n   {shape}" if len(line + shape) > 110 else line + shape
+        return f"{line}\n   {shape}" if len(line + shape) > 118 else line + shape
 
     def flat(self, args: tuple) -> list:
         result = []
@@ -86,7 +86,7 @@ class _Printer:
         return result
 
     def constant(self, value: object) -> str:
-        return f"{value:.6g}" if isinstance(value, float) else str(value)
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     def shape(self, value: torch.Tensor) -> str:
         dtype = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.int32: "i32"}.get(

@@ -22,82 +22,82 @@ class Expected(expecttest.TestCase):
     def test_attention_and_rotation(self):
         graph = rewritten(aot(chain, inputs()))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.attention_rope(input0, input1, input2, input3, input4, input5, 0.0883883, 2) : bf16[2, 5, 256]
-%1 = matmul(%0, input6) : bf16[2, 5, 8]
+%0 = fusion_pass.attention_rope(in0, in1, in2, in3, in4, in5, 0.08839, 2) : bf16[2, 5, 256]
+%1 = matmul(%0, in6) : bf16[2, 5, 8]
 return %1""")
 
     def test_quantisation(self):
         graph = rewritten(aot(quantised_chain, inputs()))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.attention_rope_quant(input0, input1, input2, input3, input4, input5, 0.0883883, 2, 128, fp32, 1e-10, False)
+%0 = fusion_pass.attention_rope_quant(in0, in1, in2, in3, in4, in5, 0.08839, 2, 128, fp32, 1e-10, False)
     : e4m3[2, 5, 256], f32[2, 2, 8]
 %1 = %0[0]
 %2 = %0[1]
 %3 = mul(%1, %2)
-%4 = matmul(%3, input6) : f32[2, 5, 8]
+%4 = matmul(%3, in6) : f32[2, 5, 8]
 return %4""")
 
     def test_rotation_alone(self):
         q, _, _, _, cos, sin, weight = inputs()
         graph = rewritten(aot(opaque, (q, cos, sin, weight)))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.inverse_rope(input0, input1, input2, 2) : bf16[2, 5, 256]
-%1 = matmul(%0, input3) : bf16[2, 5, 8]
+%0 = fusion_pass.inverse_rope(in0, in1, in2, 2) : bf16[2, 5, 256]
+%1 = matmul(%0, in3) : bf16[2, 5, 8]
 return %1""")
 
     def test_merge_of_partials(self):
         graph = rewritten(aot(merged, chains.merge_inputs()))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.merge_partials_rope(input2, input0, None, input1, input3, input4, 2) : f32[2, 5, 256]
-%1 = matmul(%0, input5) : f32[2, 5, 8]
+%0 = fusion_pass.merge_partials_rope(in2, in0, None, in1, in3, in4, 2) : f32[2, 5, 256]
+%1 = matmul(%0, in5) : f32[2, 5, 8]
 return %1""")
 
     def test_batch_of_three(self):
         graph = rewritten(aot(chain, inputs(batch=3)))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.attention_rope(input0, input1, input2, input3, input4, input5, 0.0883883, 2) : bf16[2, 15, 256]
-%1 = matmul(%0, input6) : bf16[2, 15, 8]
+%0 = fusion_pass.attention_rope(in0, in1, in2, in3, in4, in5, 0.08839, 2) : bf16[2, 15, 256]
+%1 = matmul(%0, in6) : bf16[2, 15, 8]
 return %1""")
 
     def test_decode(self):
         graph = rewritten(aot(chain, inputs(batch=3, tokens=1, keys=33)))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.attention_rope(input0, input1, input2, input3, input4, input5, 0.0883883, 2) : bf16[2, 3, 256]
-%1 = matmul(%0, input6) : bf16[2, 3, 8]
+%0 = fusion_pass.attention_rope(in0, in1, in2, in3, in4, in5, 0.08839, 2) : bf16[2, 3, 256]
+%1 = matmul(%0, in6) : bf16[2, 3, 8]
 return %1""")
 
     def test_cached_prefill(self):
         graph = rewritten(aot(with_cache, (*inputs(keys=7), torch.randn(1, 9, chains.DIM).bfloat16())))
         self.assertExpectedInline(graph, """\
-%0 = cat(input0, input1, 1)
-%1 = constant_pad_nd(input2, 9, 0, 0)
-%2 = fusion_pass.attention_rope(input3, %0, %1, input4, input5, input6, 0.0883883, 2) : bf16[2, 5, 256]
-%3 = matmul(%2, input7) : bf16[2, 5, 8]
+%0 = cat(in0, in1, 1)
+%1 = constant_pad_nd(in2, 9, 0, 0)
+%2 = fusion_pass.attention_rope(in3, %0, %1, in4, in5, in6, 0.08839, 2) : bf16[2, 5, 256]
+%3 = matmul(%2, in7) : bf16[2, 5, 8]
 return %3, %0""")
 
     def test_dynamic_tokens(self):
         graph = rewritten(aot(chain, inputs(), dynamic=True))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.attention_rope(input1, input2, input4, input5, input6, input7, 0.0883883, 2) : bf16[2, T, 256]
-%1 = matmul(%0, input8) : bf16[2, T, 8]
+%0 = fusion_pass.attention_rope(in1, in2, in4, in5, in6, in7, 0.08839, 2) : bf16[2, T, 256]
+%1 = matmul(%0, in8) : bf16[2, T, 8]
 return %1""")
 
     def test_raw_make_fx(self):
         graph = rewritten(raw(chain, inputs()))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.attention_rope(input0, input1, input2, input3, input4, input5, 0.0883883, 2) : bf16[2, 5, 256]
-%1 = matmul(%0, input6) : bf16[2, 5, 8]
+%0 = fusion_pass.attention_rope(in0, in1, in2, in3, in4, in5, 0.08839, 2) : bf16[2, 5, 256]
+%1 = matmul(%0, in6) : bf16[2, 5, 8]
 return %1""")
 
     def test_two_layers(self):
         back = torch.randn(chains.GROUPS * chains.RANK, 512).bfloat16()
         graph = rewritten(aot(two_layers, (*inputs(), back)))
         self.assertExpectedInline(graph, """\
-%0 = fusion_pass.attention_rope(input0, input1, input2, input3, input4, input5, 0.0883883, 2) : bf16[2, 5, 256]
-%1 = matmul(%0, input6) : bf16[2, 5, 8]
-%2 = matmul(%1, input7) : bf16[5, 512]
-%3 = fusion_pass.attention_rope(%2, input1, input2, input3, input4, input5, 0.0883883, 2) : bf16[2, 5, 256]
-%4 = matmul(%3, input6) : bf16[2, 5, 8]
+%0 = fusion_pass.attention_rope(in0, in1, in2, in3, in4, in5, 0.08839, 2) : bf16[2, 5, 256]
+%1 = matmul(%0, in6) : bf16[2, 5, 8]
+%2 = matmul(%1, in7) : bf16[5, 512]
+%3 = fusion_pass.attention_rope(%2, in1, in2, in3, in4, in5, 0.08839, 2) : bf16[2, 5, 256]
+%4 = matmul(%3, in6) : bf16[2, 5, 8]
 return %4""")
 
 
