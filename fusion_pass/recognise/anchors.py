@@ -84,8 +84,8 @@ def find_anchors(graph: fx.Graph, sizes: Sizes) -> Iterator[Anchor]:
             found = contraction(node, sizes)
         except Unsized:
             continue
-        if found is None:
-            continue
+        if found is None or sizes.numel(node) == 0 or sizes.numel(found.lhs) == 0 or sizes.numel(found.rhs) == 0:
+            continue                # nothing to compute (no tokens): no element to look at either
         for side in (found, found.swapped()):
             if may_be_rotated(side.lhs, joined):
                 yield Anchor(side)

@@ -44,14 +44,14 @@ def rotate(o, cos, sin):
 
 def quantise(x, block=128):
     """1 x block E4M3 with raw scales, and back."""
-    blocks = x.float().unflatten(-1, (-1, block))
+    blocks = x.float().unflatten(-1, (x.shape[-1] // block, block))
     scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 448.0
     return ((blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
 def project(o, weight):
     """[B, S, G, R]."""
-    x = o.reshape(*o.shape[:2], GROUPS, -1)
+    x = o.reshape(*o.shape[:2], GROUPS, HEADS // GROUPS * DIM)
     return torch.einsum("bsgk,grk->bsgr", x, weight.to(x.dtype))
 
 
@@ -61,7 +61,7 @@ def chain(q, kv, mask, sink, cos, sin, weight):
 
 def quantised_chain(q, kv, mask, sink, cos, sin, weight):
     o = rotate(attention(q, kv, mask, sink), cos, sin)
-    return project(quantise(o.reshape(*o.shape[:2], GROUPS, -1)), weight)
+    return project(quantise(o.reshape(*o.shape[:2], GROUPS, HEADS // GROUPS * DIM)), weight)
 
 
 def opaque(o, cos, sin, weight):

@@ -182,7 +182,7 @@ def swapped_tables(q, kv, mask, sink, cos, sin, weight):
 
 def block_of_64(q, kv, mask, sink, cos, sin, weight):
     o = rotate(attention(q, kv, mask, sink), cos, sin)
-    return project(quantise(o.reshape(*o.shape[:2], chains.GROUPS, -1), 64), weight)
+    return project(quantise(o.reshape(*o.shape[:2], chains.GROUPS, 256), 64), weight)
 
 
 def rotated_output_returned(q, kv, mask, sink, cos, sin, weight):
