@@ -80,9 +80,10 @@ class Reports:
         return fusion_pass.reports()[self.start:]
 
 
-# bf16 logits of a random three-layer model are noise at 2**-8 per rounding; what must agree is asserted in float32.
-TOLERANCE = {(torch.float32, False): 1e-4, (torch.float32, True): 2e-2, (torch.bfloat16, False): 5e-2,
-             (torch.bfloat16, True): 6e-2}
+# What must agree exactly is asserted in float32. In bf16, eager itself is 0.029 (with the FP8 form 0.056) away from its
+# float32 run on this model; two such results may be twice that apart.
+TOLERANCE = {(torch.float32, False): 1e-4, (torch.float32, True): 2e-2, (torch.bfloat16, False): 6e-2,
+             (torch.bfloat16, True): 0.11}
 FORMS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
 
 
