@@ -52,7 +52,7 @@ class OpSpec:
     def arity(self) -> int:
         return len(self.signature.parameters)
 
-    def complete(self, args: tuple, kwargs: dict) -> tuple:
+    def complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Positional arguments with every default filled in (the dispatcher drops trailing defaults)."""
         if kwargs:
             bound = self.signature.bind(*args, **kwargs)
@@ -65,11 +65,11 @@ class OpSpec:
 SPECS: dict[str, OpSpec] = {}
 
 
-def _unpack(outs: tuple[Tensor, ...]):
+def _unpack(outs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     return outs[0] if len(outs) == 1 else outs
 
 
-def _run(spec: OpSpec, args: tuple):
+def _run(spec: OpSpec, args: tuple[Any, ...]) -> Any:
     spec.check(*args)
     launcher = dispatch.select(spec.name, args)
     if launcher is None:
@@ -80,7 +80,7 @@ def _run(spec: OpSpec, args: tuple):
     return _unpack(outs)
 
 
-def _run_out(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...]) -> None:
+def _run_out(spec: OpSpec, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> None:
     spec.check(*args)
     expected = spec.empty(*(_meta(a) for a in args))
     for name, out, like in zip(spec.outputs, outs, expected):
@@ -95,12 +95,12 @@ def _run_out(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...]) -> None:
         out.copy_(value)
 
 
-def _meta(value):
+def _meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def _refuse_backward(name: str) -> Callable:
-    def backward(ctx, *grads):
+def _refuse_backward(name: str) -> Callable[..., None]:
+    def backward(ctx: Any, *grads: Any) -> None:
         raise NotImplementedError(
             f"fusion_pass::{name} has no backward: it is an inference op. Run under torch.no_grad(), or keep this "
             f"graph unfused (the pass does so for graphs that need gradients)."
@@ -119,10 +119,10 @@ def register(spec: OpSpec) -> OpSpec:
     result = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join(["Tensor"] * len(spec.outputs)) + ")"
     torch.library.define(qualname, f"({spec.arguments}) -> {result}", tags=tags)
 
-    def default(*args, **kwargs):
+    def default(*args: Any, **kwargs: Any) -> Any:
         return _run(spec, spec.complete(args, kwargs))
 
-    def fake(*args, **kwargs):
+    def fake(*args: Any, **kwargs: Any) -> Any:
         args = spec.complete(args, kwargs)
         spec.check(*args)
         return _unpack(spec.empty(*args))
@@ -141,12 +141,12 @@ def register(spec: OpSpec) -> OpSpec:
         tags=tags if out_tag is None else (*tags, out_tag),
     )
 
-    def into(*args, **kwargs):
+    def into(*args: Any, **kwargs: Any) -> Any:
         given = tuple(kwargs.pop(name) for name in spec.outputs)
         _run_out(spec, spec.complete(args, kwargs), given)
         return _unpack(given)
 
-    def fake_into(*args, **kwargs):
+    def fake_into(*args: Any, **kwargs: Any) -> Any:
         given = tuple(kwargs.pop(name) for name in spec.outputs)
         args = spec.complete(args, kwargs)
         spec.check(*args)

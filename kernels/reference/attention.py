@@ -86,7 +86,18 @@ def attention(
     return _attend(q, kv, mask, sink, scale, causal, window).to(q.dtype)
 
 
-def _rotated(q, kv, mask, sink, cos, sin, scale, groups, causal, window) -> Tensor:
+def _rotated(
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    causal: bool,
+    window: int,
+) -> Tensor:
     out = _attend(q, kv, mask, sink, scale, causal, window)
     batch, queries, heads, dim = out.shape
     cos, sin = (table.expand(batch, -1, -1).flatten(0, 1) for table in (cos, sin))

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-calls
 """Reference of the 1 x block E4M3 quantisation and of its two scale layouts."""
 
 import torch
@@ -64,5 +65,5 @@ def expand_scales(scales: Tensor, tokens: int) -> Tensor:
 def dequantise(codes: Tensor, scales: Tensor, block: int = 128, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of ``codes`` [G, T, K] under ``scales`` in either stored form."""
     groups, tokens, k = codes.shape
-    blocks = codes.to(dtype).unflatten(-1, (k // block, block))
+    blocks: Tensor = codes.to(dtype).unflatten(-1, (k // block, block))
     return (blocks * expand_scales(scales, tokens).to(dtype).unsqueeze(-1)).flatten(-2)
