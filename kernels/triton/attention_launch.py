@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..modes import current
 from ..tuning import attention as tuning
 from .attention import LOG2E, attention_kernel
 from .compact import compact_mask, rows_per_pass
@@ -105,10 +106,13 @@ def device_of(q: Tensor) -> tuple[tuple[int, int], int]:
 
 
 def choose(q: Tensor, keys: Keys) -> tuple[tuning.Tile, int]:
-    """Tile and number of splits for q [B, S, H, D], from sizes and the device only."""
+    """Tile and number of splits for q [B, S, H, D], from sizes and the device only. Batch-invariant calls are not
+    split: the tile does not depend on the number of tokens, the split count would."""
     batch, queries, heads, _ = q.shape
     capability, sm_count = device_of(q)
     tile = tuning.tile(capability, heads, q.element_size())
+    if current().batch_invariant:
+        return tile, 1
     visible = keys.columns
     if keys.indices is None and keys.window > 0:
         visible = min(visible, keys.window + tile.block_n)

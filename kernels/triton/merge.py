@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
+from ..modes import current
 from ..reduction import KvSplitDecision, choose_kv_split, default_layout, for_blocks
 from .epilogue import QUANT_NONE, finish_rows, quant_mode
 from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, supports_pdl
@@ -275,7 +276,8 @@ _choose = functools.lru_cache(maxsize=4096)(choose_kv_split)
 def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = False) -> KvSplitDecision:
     """The policy's decision for ``partials`` [P, T, H, D]: from shapes and the device only, so it holds under capture.
 
-    kv_split: upper bound or None; epilogue: whether inverse RoPE (and quantisation) follow in the same kernel.
+    kv_split: upper bound or None; epilogue: whether inverse RoPE (and quantisation) follow in the same kernel. A
+    batch-invariant call takes the decision for one token, whatever the number of tokens.
     """
     num_partials, tokens, heads, dim = partials.shape
     if partials.device.type != "cuda":  # interpreter: there is no grid to fill
@@ -283,9 +285,10 @@ def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = Fal
             kv_split or 1, head_dim=dim, element_size=partials.element_size(), reason="interpreted: bound as given"
         )
     properties = torch.cuda.get_device_properties(partials.device)
-    return _choose(
+    invariant = current().batch_invariant
+    decision = _choose(
         num_partials=num_partials,
-        rows=tokens * heads,
+        rows=heads if invariant else tokens * heads,
         head_dim=dim,
         sm_count=properties.multi_processor_count,
         bound=kv_split,
@@ -293,6 +296,8 @@ def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = Fal
         epilogue=epilogue,
         capability=(properties.major, properties.minor),
     )
+    # What suits one token is faster with dependent launch than many tokens are.
+    return replace(decision, pdl=False) if invariant and decision.pdl else decision
 
 
 def merge_into(

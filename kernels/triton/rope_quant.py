@@ -16,7 +16,6 @@ import triton.language as tl
 from .epilogue import QUANT_NONE, QUANT_PACKED, finish_rows, quant_mode
 from .interpreter import INTERPRET, e4m3_is_native, load_fp32, pdl_wait, supports_pdl
 
-
 # Largest token count launched dependent on the kernel before (programmatic dependent launch).
 PDL_MAX_TOKENS = 0
 
