@@ -17,7 +17,7 @@ from ..tuning import attention as tuning
 from .attention import LOG2E, attention_kernel
 from .compact import compact_mask, rows_per_pass
 from .epilogue import quant_mode
-from .interpreter import e4m3_is_native, interpreted
+from .interpreter import device_of, e4m3_is_native
 from .rope_quant import scale_pointer
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -95,14 +95,6 @@ def _row_stride(kv: Tensor) -> int:
 
 def _packed(lists: Tensor) -> Tensor:
     return lists if lists.stride(-1) == 1 or lists.shape[-1] <= 1 else lists.contiguous()
-
-
-def device_of(q: Tensor) -> tuple[tuple[int, int], int]:
-    """(compute capability, multiprocessors); the interpreter stands for one multiprocessor of an sm_90."""
-    if interpreted():
-        return (9, 0), 1
-    properties = torch.cuda.get_device_properties(q.device)
-    return (properties.major, properties.minor), properties.multi_processor_count
 
 
 def choose(q: Tensor, keys: Keys) -> tuple[tuning.Tile, int]:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from ..modes import current
 from ..tuning import bgemm as tuning
-from .attention_launch import device_of
-from .interpreter import cast_fp32, decode_e4m3, e4m3_is_native, round_to
+from .interpreter import cast_fp32, decode_e4m3, device_of, e4m3_is_native, round_to
 
 
 @triton.jit

@@ -30,7 +30,15 @@ import triton.language as tl
 from ..modes import current
 from ..reduction import KvSplitDecision, choose_kv_split, default_layout, for_blocks
 from .epilogue import QUANT_NONE, finish_rows, quant_mode
-from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, supports_pdl
+from .interpreter import (
+    device_of,
+    e4m3_is_native,
+    interpreted,
+    load_fp32,
+    pdl_release,
+    pdl_wait,
+    supports_pdl,
+)
 from .rope_quant import empty_quantized, scale_pointer
 
 # Stands for "no partial yet": finite, so that differences of maxima never become inf - inf.
@@ -280,21 +288,21 @@ def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = Fal
     batch-invariant call takes the decision for one token, whatever the number of tokens.
     """
     num_partials, tokens, heads, dim = partials.shape
-    if partials.device.type != "cuda":  # interpreter: there is no grid to fill
+    if interpreted():  # there is no grid to fill
         return default_layout(
             kv_split or 1, head_dim=dim, element_size=partials.element_size(), reason="interpreted: bound as given"
         )
-    properties = torch.cuda.get_device_properties(partials.device)
+    capability, sm_count = device_of(partials)
     invariant = current().batch_invariant
     decision = _choose(
         num_partials=num_partials,
         rows=heads if invariant else tokens * heads,
         head_dim=dim,
-        sm_count=properties.multi_processor_count,
+        sm_count=sm_count,
         bound=kv_split,
         element_size=partials.element_size(),
         epilogue=epilogue,
-        capability=(properties.major, properties.minor),
+        capability=capability,
     )
     # What suits one token is faster with dependent launch than many tokens are.
     return replace(decision, pdl=False) if invariant and decision.pdl else decision
