@@ -85,7 +85,8 @@ def warmup(
                 continue
             target = getattr(torch.ops.fusion_pass, op)
             known = {argument.name for argument in target.default._schema.arguments}
-            target(*args, **more, **({"batch_invariant": True} if batch_invariant & ("batch_invariant" in known) else {}))
+            mode = {"batch_invariant": True} if batch_invariant and "batch_invariant" in known else {}
+            target(*args, **more, **mode)
         torch.cuda.synchronize(where)
     result = WarmUp(chain, count, dict(compiled), time.perf_counter() - start, refused)
     log.info("%s", result)
@@ -128,9 +129,8 @@ def _chain(model: Any, tensor_parallel: int, sizes: dict[str, Any]) -> Chain:
     for name in ("heads", "groups"):
         if name in found:
             if found[name] % tensor_parallel:
-                raise ValueError(
-                    f"warmup: expected tensor_parallel to divide the model's {found[name]} {name}, got {tensor_parallel}"
-                )
+                expected = f"tensor_parallel to divide the model's {found[name]} {name}"
+                raise ValueError(f"warmup: expected {expected}, got {tensor_parallel}")
             found[name] //= tensor_parallel
     found |= sizes
     missing = [name for name in ("heads", "groups") if name not in found]

@@ -29,6 +29,9 @@ KV_SPLITS = (1, 2, 4, 8, 16)
 CTA_THREADS = 512
 CHANNELS_PER_THREAD = 8
 
+# A KvSplit is taken over the serial loop only if it was measured faster by more than the spread of a measurement.
+NOISE = 0.02
+
 # Modules of .tuning, by (compute capability, SM count).
 _TABLES = {((9, 0), 132): "merge_sm90"}
 
@@ -178,9 +181,12 @@ def choose_kv_split(
         )
     near_rows, near_partials, choices = found
     kv_split = min(choices, key=lambda k: choices[k][0])
+    if choices[kv_split][0] > (1 - NOISE) * choices[1][0]:
+        kv_split = 1
     where = f"measured on {table.DEVICE} at {near_partials} partials x {near_rows} rows"
     if kv_split == 1:
-        reason = f"serial loop: {where}, no KvSplit is faster than {choices[1][0]:.2f} us"
+        best = min(entry[0] for entry in choices.values())
+        reason = f"serial loop: {where}, {choices[1][0]:.2f} us, no KvSplit is clearly faster (best {best:.2f})"
     else:
         reason = f"{where} (warps, not CTAs, bound the grid): {choices[kv_split][0]:.2f} us, serial {choices[1][0]:.2f}"
     return _from_entry(kv_split, choices[kv_split], reason, rows, table)

@@ -4,9 +4,9 @@
 Triton compiles a kernel at its first launch with new compile-time parameters. Here these are chosen from head counts,
 types and tables whose rows are *ranges* of token counts, so a bounded number of kernels serves any number of tokens;
 what is bounded can be compiled ahead. :func:`calls` yields op calls on uninitialised tensors that between them reach
-every choice: every number of tokens up to twice the GPU's multiprocessors (beyond which no keys are split), the edges of
-the tables above that, and, where the number of keys grows from call to call, every number of splits that some number of
-keys gives.
+every choice: every number of tokens up to twice the GPU's multiprocessors (beyond which no keys are split), the edges
+of the tables above that, and, where the number of keys grows from call to call, every number of splits that some number
+of keys gives.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def token_counts(max_tokens: int, sm_count: int) -> list[int]:
 
 def key_counts(tokens: int, max_keys: int, sm_count: int) -> list[int]:
     """Numbers of keys that give ``tokens`` tokens every number of splits: one more tile each, up to where every
-    multiprocessor has one (two tiles each, as kernels may split by pairs); and ``max_keys``, an odd count and 1 (rows of
-    a mask of such widths are aligned otherwise)."""
+    multiprocessor has one (two tiles each, as kernels may split by pairs); and ``max_keys``, an odd count and 1 (rows
+    of a mask of such widths are aligned otherwise)."""
     tiles = range(1, 2 * (sm_count // tokens) + 3)
     return sorted({min(TILE * count, max_keys) for count in tiles} | {max_keys, (max_keys - 1) | 1, 1})
 

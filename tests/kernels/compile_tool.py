@@ -70,7 +70,8 @@ def offline_gpu(capability: int, launched: list):
     properties = SimpleNamespace(multi_processor_count=SM_COUNT, major=capability // 10, minor=capability % 10)
     answers["get_device_properties"] = lambda device: properties
     answers["get_device_capability"] = lambda device=None: divmod(capability, 10)
-    saved += [(torch.cuda, name, getattr(torch.cuda, name)) for name in ("get_device_properties", "get_device_capability")]
+    asked = ("get_device_properties", "get_device_capability")
+    saved += [(torch.cuda, name, getattr(torch.cuda, name)) for name in asked]
     run = JITFunction.run
 
     def warm_up(self, *args, grid, warmup, **kwargs):

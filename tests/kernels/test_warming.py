@@ -1,4 +1,4 @@
-"""fusion_pass.warmup: what it reads from a model's configuration, its errors, and on a GPU: nothing compiles after it."""
+"""fusion_pass.warmup: what it reads from a model's configuration, its errors; on a GPU: nothing compiles after it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fusion_pass.kernels import warm_up
+from fusion_pass.kernels.tuning import attention, bgemm
 
 import fusion_pass
 from fusion_pass import warming
-from fusion_pass.kernels import warm_up
-from fusion_pass.kernels.tuning import attention, bgemm
 
 SIZES = {"heads": 16, "groups": 2, "rank": 128, "max_tokens": 40, "max_keys": 300}
 
@@ -37,7 +37,8 @@ def test_transformers_configuration():
 
 
 @pytest.mark.parametrize("sizes, error", [
-    ({"heads": 8}, ValueError), ({"heads": 8, "groups": 3}, ValueError), ({"heads": 8, "groups": 2, "head": 4}, TypeError),
+    ({"heads": 8}, ValueError), ({"heads": 8, "groups": 3}, ValueError),
+    ({"heads": 8, "groups": 2, "head": 4}, TypeError),
     ({"heads": 8, "groups": 2, "kv": ("pages",)}, ValueError), ({"heads": 8, "groups": 2, "kv": "dense"}, ValueError),
     ({"heads": 8, "groups": 2, "masks": ("causal",)}, ValueError), ({**SIZES, "max_tokens": 0}, ValueError),
 ])  # fmt: skip
@@ -80,8 +81,10 @@ def test_every_row_of_the_tables_is_reached():
     counts = warm_up.token_counts(10**6, 132)
     assert {1, 264, 512, 513, warm_up.LAST_EDGE, warm_up.LAST_EDGE + 1} <= set(counts) and len(counts) < 320
     for tokens in (1, 3, 17, 132):
-        given = {attention.num_splits(tokens, 1, -(-keys // 64), 132) for keys in range(1, 9000)}
-        reached = {attention.num_splits(tokens, 1, -(-keys // 64), 132) for keys in warm_up.key_counts(tokens, 9000, 132)}
+        given, reached = (
+            {attention.num_splits(tokens, 1, -(-keys // 64), 132) for keys in counts}
+            for counts in (range(1, 9000), warm_up.key_counts(tokens, 9000, 132))
+        )
         assert given == reached
 
 
