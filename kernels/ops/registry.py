@@ -169,8 +169,9 @@ def register(spec: OpSpec) -> OpSpec:
     torch.library.register_autograd(qualname, _refuse_backward(spec.name))
 
     outs = ", ".join(f"Tensor({'abc'[i]}!) {name}" for i, name in enumerate(spec.outputs))
-    # Without torch.Tag.out, by which Inductor of torch 2.13 would call the out-variant itself: it then passes all tensors
-    # before all other arguments (a None between two tensors shifts them), and leaves out a buffer that nobody reads.
+    # Without torch.Tag.out, by which Inductor of torch 2.13 would call the out-variant itself: it then passes all
+    # tensors before all other arguments (a None between two tensors shifts them), and leaves out a buffer that nobody
+    # reads.
     results = ", ".join(f"Tensor({'abc'[i]}!)" for i in range(len(spec.outputs)))
     results = results if len(spec.outputs) == 1 else f"({results})"
     torch.library.define(

@@ -8,6 +8,7 @@ import torch
 from fusion_pass.kernels.ops import SPECS
 from fusion_pass.kernels.ops import attention as attention_module
 from op_cases import DEVICES, Maker, every_op
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -156,7 +157,7 @@ def test_inductor_passes_arguments_in_order():
             *ops.merge_partials_rope_quant(partials, lse, None, sink, *rope, groups, kv_split=2, stat_scale=1.0),
         ]
 
-    with torch.no_grad():
+    with fresh_cache(), torch.no_grad():
         compiled = torch.compile(calls, fullgraph=True)()
         for got, want in zip(compiled, calls(), strict=True):
             torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
