@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .fp8_linear import FP8GroupedLinear, quantize_activation, quantize_weight, replace_grouped_linear
 from .random_deepseek_v4 import random_deepseek_v4
+from .tensor_parallel import split_attention
 
 __all__ = [
     "FP8GroupedLinear",
@@ -11,4 +12,5 @@ __all__ = [
     "quantize_weight",
     "random_deepseek_v4",
     "replace_grouped_linear",
+    "split_attention",
 ]
