@@ -105,7 +105,7 @@ def _keep_part(linear: Any, dim: int, rank: int, world_size: int) -> None:
     """Weights and block scales split alike: both have rows (or groups of rows) first and columns last."""
     if getattr(linear, "bias", None) is not None:
         raise ValueError("split_attention: a projection has a bias, which DeepSeek-V4's have not")
-    for name in ("weight", "weight_scale", "weight_scale_inv"):
+    for name in ("weight", "weight_scale", "weight_scale_inv", "weight_fp8", "weight_fp8_scale"):
         tensor = getattr(linear, name, None)
         if tensor is None:
             continue

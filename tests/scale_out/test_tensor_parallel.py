@@ -122,7 +122,7 @@ def test_partition_gate(heads, groups, ranks, fits):
     assert str(heads) in decision.reason or f"o_groups = {groups}" in decision.reason
 
 
-@pytest.mark.parametrize("local_heads", [8, 32, 128])
+@pytest.mark.parametrize("local_heads", [8, pytest.param(32, marks=pytest.mark.slow), 128])
 def test_local_heads(local_heads):
     """What a rank is left with, from one group to the whole of V4-Pro, is fused."""
     model = random_deepseek_v4("tiny", layer_types=["sliding_attention"], num_attention_heads=local_heads,
