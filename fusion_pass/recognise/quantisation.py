@@ -107,6 +107,9 @@ def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, fo
         return Refused("fp8_quant", "the values are converted to 8 bits without a block scale", node)
     is_codes = dtype_of(node) in FP8
     forms = [(rule, block) for rule in ("ue8m0", "fp32") for block in BLOCKS if rotation.head_dim % block == 0]
+    if not forms:
+        return Refused("fp8_quant", f"heads of {rotation.head_dim} channels are no whole number of blocks of "
+                       f"{' or '.join(map(str, sorted(BLOCKS)))}", node)
     floors = _floor_candidates([use.scale for use in path.scales])
     for magnitude in MAGNITUDES:
         try:
@@ -154,8 +157,10 @@ def agrees_everywhere(rotation: Rotation, quantisation: Quantisation | None, siz
 
 
 def _uneven(magnitude: float, chunk: int) -> Leaf:
-    """Random values whose size changes from chunk to chunk: else all blocks would have one power-of-two scale."""
-    value, size = random_leaf(11, magnitude), random_leaf(12, 3.0)
+    """Random values whose size changes from chunk to chunk: else all blocks would have one power-of-two scale. It
+    changes by more than E4M3's range of normal numbers: a power-of-two scale moves the exponent alone, so the width of
+    a block shows only where a scale is too large for some of its values."""
+    value, size = random_leaf(11, magnitude), random_leaf(12, 8.0)
     return lambda index: value(index) * torch.exp2(size(index // chunk).round())
 
 

@@ -7,17 +7,19 @@ count), and a second pool with its own indices and lengths under the same softma
 zeros. cos and sin [T, rope_dim / 2].
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
-from . import checks, layout
+from . import checks, layout, values
 from .attention import QUANT_ARGUMENTS
 from .registry import OpSpec, register
 
 _TENSORS = "Tensor q, Tensor kv, Tensor indices, Tensor? sink"
+MODES = ("batch_invariant", "check_inputs")
 _POOLS = "Tensor? lengths=None, Tensor? extra_kv=None, Tensor? extra_indices=None, Tensor? extra_lengths=None"
 
 
@@ -169,6 +171,15 @@ def empty_partials(
     )
 
 
+def _values(op: str) -> Callable[..., None]:
+    """``check_values`` of ``op``: kv and indices are its second and third argument, the pools its last four."""
+
+    def check(*args: Any) -> None:
+        values.gathered(op, args[1], args[2], *args[-4:])
+
+    return check
+
+
 register(
     OpSpec(
         "attention_gathered",
@@ -177,6 +188,8 @@ register(
         check_gathered,
         empty_gathered,
         reference.attention_gathered,
+        MODES,
+        _values("attention_gathered"),
     )
 )
 register(
@@ -187,6 +200,8 @@ register(
         check_gathered_rope,
         empty_gathered_rope,
         reference.attention_gathered_rope,
+        MODES,
+        _values("attention_gathered_rope"),
     )
 )
 register(
@@ -197,6 +212,8 @@ register(
         check_gathered_rope_quant,
         empty_gathered_rope_quant,
         reference.attention_gathered_rope_quant,
+        MODES,
+        _values("attention_gathered_rope_quant"),
     )
 )
 register(
@@ -207,5 +224,7 @@ register(
         check_partials,
         empty_partials,
         reference.attention_partials,
+        ("check_inputs",),
+        _values("attention_partials"),
     )
 )

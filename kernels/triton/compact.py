@@ -48,7 +48,9 @@ def _scan(mask_row, mask_stride, out_row, keys, end, window, lowest, BLOCK: tl.c
     return count
 
 
-@triton.jit(do_not_specialize=["first_row", "queries", "keys", "offset", "window", "out_stride"])
+@triton.jit(do_not_specialize=[
+    "mask_stride_b", "first_row", "queries", "keys", "offset", "window", "out_stride",
+])  # fmt: skip
 def _compact_kernel(
     mask_ptr,
     mask_stride_b,

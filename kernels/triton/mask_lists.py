@@ -14,7 +14,9 @@ from torch import Tensor
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[
+    "token0", "stride_batch", "queries", "keys", "list_stride", "causal", "window", "batched", "threshold",
+])  # fmt: skip
 def list_visible_keys(
     mask,
     index,
