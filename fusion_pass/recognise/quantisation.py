@@ -104,6 +104,9 @@ def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, fo
         return Refused("fp8_quant", "the values are converted to 8 bits without a block scale", node)
     is_codes = dtype_of(node) in FP8
     forms = [(rule, block) for rule in ("ue8m0", "fp32") for block in BLOCKS if rotation.head_dim % block == 0]
+    if not forms:
+        return Refused("fp8_quant", f"heads of {rotation.head_dim} channels are no whole number of blocks of "
+                       f"{' or '.join(map(str, sorted(BLOCKS)))}", node)
     floors = _floor_candidates([use.scale for use in path.scales])
     for magnitude in MAGNITUDES:
         try:
