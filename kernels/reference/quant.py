@@ -38,7 +38,8 @@ def quantise(
     groups, tokens, k = x.shape
     blocks = x.unflatten(-1, (k // block, block))
     top = blocks.abs().nan_to_num(0.0, INF).amax(-1) if x.numel() else x.new_zeros(groups, tokens, k // block)
-    scales = (top.clamp(min=floor) / E4M3_MAX).float()
+    # By a tensor: by a number, torch multiplies with its rounded reciprocal on a GPU.
+    scales = (top.clamp(min=floor) / top.new_full((), E4M3_MAX)).float()
     if scale_rule == "ue8m0":
         exponent = _power_of_two_exponent(scales)
         scales = (exponent << 23).view(torch.float32)
