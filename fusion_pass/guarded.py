@@ -10,9 +10,8 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
-from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -42,7 +41,8 @@ def foreign_reason(values: Iterable[Any]) -> str | None:
     ordinary = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, FunctionalTensor)
     for value in values:
         if isinstance(value, torch.Tensor) and type(value) not in ordinary:
-            return (f"an input is a {type(value).__module__}.{type(value).__qualname__}: operators on a tensor subclass "
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            return (f"an input is a {kind}: operators on a tensor subclass "
                     "may mean something else, the graph is as it came; pass plain tensors (Tensor.as_subclass)")
     return None
 
