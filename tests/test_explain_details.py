@@ -153,7 +153,8 @@ def test_every_near_miss_gets_advice():
 
 
 def test_layers_that_are_alike_share_a_card():
-    chain = dict(roles=("fmha", "inverse_rope", "bgemm"), op="fusion_pass.attention_rope", gate="", quant=None, group=None)
+    chain = dict(roles=("fmha", "inverse_rope", "bgemm"), op="fusion_pass.attention_rope", gate="",
+                 quant=None, group=None)
     report = Report(fused=[FusedChain(where="m.py:1", **chain), FusedChain(where="m.py:2", **chain),
                            FusedChain(where="m.py:1", **chain)])
     text = page(report)
