@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-from torch._inductor.utils import fresh_cache
 
 import fusion_pass
 from fusion_pass import Config
@@ -19,8 +18,7 @@ HEADS, CHANNELS, GROUPS, RANK, KEYS = 8, 128, 2, 16, 300
 def fresh():
     torch._dynamo.reset()
     fusion_pass.clear_reports()
-    with fresh_cache():
-        yield
+    yield
     torch._dynamo.reset()
     fusion_pass.clear_reports()
 
