@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
 """Launcher of the Hopper FP8 grouped GEMM, the form for token counts where the tensor cores are the limit.
 
 Below MIN_TOKENS the weight read is the limit and the portable Triton kernel (swapped operands, small tiles) is faster.

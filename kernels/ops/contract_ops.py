@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,7 +195,8 @@ def project_outputs(
         grouped = ops.inverse_rope(output, cos, sin, groups)
         return torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).contiguous()
     arguments = (codes, scales, weight, weight_scales, block, weight_block, output.dtype)
-    return ops.fp8_bgemm(*arguments, batch_invariant=batch_invariant)
+    product: Tensor = ops.fp8_bgemm(*arguments, batch_invariant=batch_invariant)
+    return product
 
 
 def _fake_into(*args: object, **kwargs: object) -> None:
@@ -213,7 +215,7 @@ def _fake_into(*args: object, **kwargs: object) -> None:
         "scale_columns",
         "fused",
     )
-    given = dict(zip(names, args)) | kwargs
+    given: dict[str, Any] = dict(zip(names, args)) | kwargs
     _check_form(*(given[n] for n in ("q", "output", "codes", "scales", "groups", "scale_columns", "fused")))
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Number formats in device code, exact both on a GPU and under Triton's CPU interpreter.
 
 The interpreter (``TRITON_INTERPRET=1``) keeps bf16 and fp8 tensors as the integers that hold their bits. Arithmetic on

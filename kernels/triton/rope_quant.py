@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Standalone inverse RoPE and inverse RoPE + FP8 quantisation of an attention output, for chains that cannot be fused
 further (attention from another library, or from a kernel without the epilogue).
 
