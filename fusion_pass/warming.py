@@ -75,7 +75,8 @@ def warmup(
         return WarmUp(chain, 0, {}, 0.0, {"all ops": f"device {where.type}: no kernels to compile"})
     start = time.perf_counter()
     sm_count = torch.cuda.get_device_properties(where).multi_processor_count
-    count, refused = 0, {}
+    count = 0
+    refused: dict[str, str] = {}
     with _compilations() as compiled, torch.no_grad():
         for op, args, more in warm_up.calls(chain, where, sm_count):
             count += 1
@@ -103,7 +104,7 @@ def _refusal(op: str, args: tuple[Any, ...], more: dict[str, Any]) -> str | None
 @contextlib.contextmanager
 def _compilations() -> Iterator[Counter[str]]:
     """Counts Triton's compilations by kernel name while the body runs; a hook that is set already still runs."""
-    import triton
+    import triton  # type: ignore[import-untyped]
 
     found: Counter[str] = Counter()
     before = triton.knobs.runtime.jit_post_compile_hook
@@ -145,7 +146,7 @@ def _from_configuration(config: Any) -> dict[str, Any]:
     def read(name: str) -> Any:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
-    found = {}
+    found: dict[str, Any] = {}
     for field, names in NAMES.items():
         value = next((v for v in map(read, names) if v is not None), None)
         if value is not None:

@@ -82,7 +82,9 @@ def invariant_tile(capability: tuple[int, int], tokens: int, weight_rows: int, n
     return _row(INVARIANT, capability, tokens, weight_rows, native)
 
 
-def _row(tables, capability: tuple[int, int], tokens: int, weight_rows: int, native: bool) -> Tile:
+def _row(
+    tables: dict[str, list[tuple[int, Tile]]], capability: tuple[int, int], tokens: int, weight_rows: int, native: bool
+) -> Tile:
     table = "small"
     if not native:
         table = "decoding"
