@@ -11,8 +11,8 @@ import pytest
 import torch
 from compiling import FLEX, POSITIVES, case, difference, eager, problems
 from run_all import flat, fresh
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
