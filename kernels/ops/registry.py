@@ -132,13 +132,14 @@ def register(spec: OpSpec) -> OpSpec:
     torch.library.register_autograd(qualname, _refuse_backward(spec.name))
 
     outs = ", ".join(f"Tensor({'abc'[i]}!) {name}" for i, name in enumerate(spec.outputs))
-    out_tag = getattr(torch.Tag, "out", None)  # newer than the oldest supported torch
     results = ", ".join(f"Tensor({'abc'[i]}!)" for i in range(len(spec.outputs)))
     results = results if len(spec.outputs) == 1 else f"({results})"
     torch.library.define(
         f"{qualname}.out",
         f"({spec.arguments}, *, {outs}) -> {results}",
-        tags=tags if out_tag is None else (*tags, out_tag),
+        # Not torch.Tag.out (2.13): Inductor then calls the out-variant itself, and in C++ (AOTInductor) by the name of a
+        # C function that only torch's own ops have.
+        tags=tags,
     )
 
     def into(*args, **kwargs):
