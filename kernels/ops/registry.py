@@ -137,8 +137,8 @@ def register(spec: OpSpec) -> OpSpec:
     torch.library.define(
         f"{qualname}.out",
         f"({spec.arguments}, *, {outs}) -> {results}",
-        # Not torch.Tag.out (2.13): Inductor then calls the out-variant itself, and in C++ (AOTInductor) by the name of a
-        # C function that only torch's own ops have.
+        # Not torch.Tag.out (2.13): Inductor would call the out-variant itself, in C++ (AOTInductor) by the name of a C
+        # function that only torch's own ops have.
         tags=tags,
     )
 

@@ -68,7 +68,7 @@ def test_symbolic_tokens(tmp_path):
             # Roundings to bf16 in the source; codes on a rounding border may fall to either side.
             error = float((found - wanted).norm() / wanted.norm())
             print(f"{count} tokens: {error:.1e}")
-            assert error < 2e-2
+            assert error < 3e-2
 
 
 @pytest.mark.slow
