@@ -29,7 +29,7 @@ def device_note(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "ROCm: the ops' reference path (the kernels are written for NVIDIA GPUs)"
     try:
-        import triton
+        import triton  # type: ignore[import-untyped]
     except ImportError:
         return "cuda without triton: the ops' reference path"
     major, minor = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)

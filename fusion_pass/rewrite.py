@@ -25,7 +25,7 @@ from .recognise.chain_types import Chain
 from .recognise.context import Context
 from .recognise.declared import DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line
-from .replace import Replaced, kept_alive, replace_chain
+from .replace import kept_alive, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
 from .size_nodes import read_sizes_from_inputs
 
@@ -53,18 +53,11 @@ def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[],
             if before is not None:
                 restore(gm, before)
             raise
-        if settled:
+        if settled or before is None:
             break
         restore(gm, before)         # with another plan for the declared ops
-    report.notes += _unheeded(config)
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _unheeded(config: Config) -> list[str]:
-    """Options that this version accepts and cannot honour yet: better said than silently ignored."""
-    asked = {"batch_invariant": config.batch_invariant, "check_inputs": config.check_inputs}
-    return [f"Config({name}) has no effect in this version" for name, is_asked in asked.items() if is_asked]
 
 
 def _run(gm: fx.GraphModule, config: Config, plan: Plan,
@@ -88,10 +81,10 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
             mutation = facts.mutation()
             for chain in findings.chains:
                 if mutation is not None:
-                    outcome: Replaced | Refused = Refused(
+                    refusal = Refused(
                         "bgemm", f"{mutation.name} changes an intermediate value in place: functionalise the graph "
                         "first (torch.func.functionalize, or make_fx under it)", mutation)
-                    report.near_misses.append(_near_miss(outcome))
+                    report.near_misses.append(_near_miss(refusal))
                     continue
                 if _handle(chain, gm, sizes, facts, config, report):
                     changed = True
@@ -142,7 +135,7 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
         pending.append(validation.reserve())
     twice = kept_alive(chain, facts)
     with _recording(gm.graph) as new:
-        outcome = replace_chain(chain, gm.graph, sizes, facts, validate if pending else None, config.kv_split)
+        outcome = replace_chain(chain, gm.graph, sizes, facts, config, validate if pending else None)
     if isinstance(outcome, Refused):
         for node in reversed(new):
             if not node.users:
@@ -157,6 +150,9 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     gate = decision.reason
     if twice is not None:
         gate += f"; {twice.name} is read by others too, so the source's part up to there stays and is computed as well"
+    if config.batch_invariant:
+        own = "fp8_bgemm" in outcome.op
+        gate += "; batch invariant: keys not split, fixed tiles" + ("" if own else " (the projection is torch's own)")
     fused = FusedChain(
         roles=chain.roles, quant=None if quantisation is None else quantisation.rule,
         group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=gate)

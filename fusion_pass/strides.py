@@ -7,9 +7,11 @@ the caller was promised when those were contiguous.
 
 from __future__ import annotations
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
+
+from .fx_access import target_of
 
 aten = torch.ops.aten
 
@@ -63,7 +65,7 @@ def _evaluate(node: fx.Node) -> object:
     leaves = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
     mode = torch._guards.detect_fake_mode(leaves)
     with mode if mode is not None else torch.no_grad():
-        return node.target(*args, **kwargs)
+        return target_of(node)(*args, **kwargs)
 
 
 def _keep_contiguous(node: fx.Node, output: fx.Node, before: torch.Tensor) -> None:

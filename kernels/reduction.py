@@ -20,14 +20,18 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 KV_SPLITS = (1, 2, 4, 8, 16)
 
 # The form in which an explicit bound counts rows and CTAs.
 CTA_THREADS = 512
 CHANNELS_PER_THREAD = 8
+
+# A KvSplit is taken over the serial loop only if it was measured faster by more than the spread of a measurement.
+NOISE = 0.02
 
 # Modules of .tuning, by (compute capability, SM count).
 _TABLES = {((9, 0), 132): "merge_sm90"}
@@ -39,8 +43,9 @@ class KvSplitDecision:
 
     kv_split: concurrent groups (1 = the serial loop). reason: the condition that decided. width: channels of a row per
     CTA. num_warps: warps per CTA. unroll: partials per group in one batch of loads of the run-time loop. unroll_limit:
-    partials per group up to which all of them are one batch, without a loop. pdl: launch dependent on the kernel before
-    (where the device can).
+    partials per group up to which there is no loop: everything is unrolled when the kernel is compiled. pdl: launch
+    dependent on the kernel before (where the device can). batch: partials per group in one batch of loads of the
+    unrolled form (0: all of them are one batch).
     """
 
     kv_split: int
@@ -50,6 +55,7 @@ class KvSplitDecision:
     unroll: int = 8
     unroll_limit: int = 18
     pdl: bool = False
+    batch: int = 0
 
 
 def _width(head_dim: int, limit: int) -> int:
@@ -108,7 +114,7 @@ def _bounded(num_partials: int, rows: int, head_dim: int, sm_count: int, bound: 
     return kv_split, f"bound {bound} halved to {kv_split}: {last}"
 
 
-def measured_table(sm_count: int, capability: tuple[int, int] | None = None):
+def measured_table(sm_count: int, capability: tuple[int, int] | None = None) -> Any:
     """The tuning module of an architecture, or None. Without ``capability``, the SM count alone identifies it."""
     for (known, sms), module in _TABLES.items():
         if sms == sm_count and capability in (None, known):
@@ -119,13 +125,15 @@ def measured_table(sm_count: int, capability: tuple[int, int] | None = None):
     return None
 
 
-def _nearest(values, wanted: int) -> int:
+def _nearest(values: Iterable[int], wanted: int) -> int:
     """Measured size nearest to ``wanted`` by ratio."""
     return min(values, key=lambda value: abs(math.log(value / max(wanted, 1))))
 
 
-def _measured(by_rows: Mapping, num_partials: int, rows: int) -> tuple[int, int, dict[int, tuple]] | None:
-    """(rows, partials, {kv_split: (us, width, warps, unroll, unroll_limit)}) of the nearest measured point."""
+def _measured(
+    by_rows: Mapping[int, Any], num_partials: int, rows: int
+) -> tuple[int, int, dict[int, tuple[Any, ...]]] | None:
+    """(rows, partials, {kv_split: (us, width, warps, unroll, unroll_limit, batch)}) of the nearest measured point."""
     if not by_rows:
         return None
     near_rows = _nearest(by_rows, rows)
@@ -176,24 +184,35 @@ def choose_kv_split(
         )
     near_rows, near_partials, choices = found
     kv_split = min(choices, key=lambda k: choices[k][0])
+    if choices[kv_split][0] > (1 - NOISE) * choices[1][0]:
+        kv_split = 1
     where = f"measured on {table.DEVICE} at {near_partials} partials x {near_rows} rows"
     if kv_split == 1:
-        reason = f"serial loop: {where}, no KvSplit is faster than {choices[1][0]:.2f} us"
+        best = min(entry[0] for entry in choices.values())
+        reason = f"serial loop: {where}, {choices[1][0]:.2f} us, no KvSplit is clearly faster (best {best:.2f})"
     else:
         reason = f"{where} (warps, not CTAs, bound the grid): {choices[kv_split][0]:.2f} us, serial {choices[1][0]:.2f}"
     return _from_entry(kv_split, choices[kv_split], reason, rows, table)
 
 
-def measured_layouts(by_rows: Mapping, num_partials: int, rows: int) -> dict[int, KvSplitDecision]:
+def measured_layouts(by_rows: Mapping[int, Any], num_partials: int, rows: int) -> dict[int, KvSplitDecision]:
     """{KvSplit: its fastest layout} at the measured point nearest to these sizes (for benchmarks)."""
-    near_rows, near_partials, choices = _measured(by_rows, num_partials, rows)
+    near = _measured(by_rows, num_partials, rows)
+    if near is None:
+        return {}
+    near_rows, near_partials, choices = near
     where = f"measured at {near_partials} partials x {near_rows} rows"
-    return {k: KvSplitDecision(k, where, *entry[1:]) for k, entry in choices.items()}
+    return {k: _layout(k, where, entry) for k, entry in choices.items()}
 
 
-def _from_entry(kv_split: int, entry: tuple, reason: str, rows: int, table) -> KvSplitDecision:
-    _, width, warps, unroll, unroll_limit = entry
-    return KvSplitDecision(kv_split, reason, width, warps, unroll, unroll_limit, pdl=rows <= table.PDL_MAX_ROWS)
+def _from_entry(kv_split: int, entry: tuple[Any, ...], reason: str, rows: int, table: Any) -> KvSplitDecision:
+    return replace(_layout(kv_split, reason, entry), pdl=rows <= table.PDL_MAX_ROWS)
+
+
+def _layout(kv_split: int, reason: str, entry: tuple[Any, ...]) -> KvSplitDecision:
+    """A table entry (us, width, warps, unroll, unroll_limit[, batch]) as a decision."""
+    _, width, warps, unroll, unroll_limit, *batch = entry
+    return KvSplitDecision(kv_split, reason, width, warps, unroll, unroll_limit, batch=batch[0] if batch else 0)
 
 
 def cap_bound(bound: int | None, cap: int | None) -> int | None:

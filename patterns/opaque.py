@@ -42,7 +42,7 @@ class OpaqueOp:
     versions: str
     roles: tuple[str, ...]
     source: str
-    expand: Callable[..., tuple] | None
+    expand: Callable[..., tuple[Any, ...]] | None
     arguments: tuple[str, ...] = ()
     known: tuple[int, ...] = ()
     requires: Requires | None = None

@@ -13,6 +13,7 @@ interleaved pairs (2i, 2i+1), as all public DeepSeek-V4 implementations apply it
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -182,8 +183,8 @@ def _axes(node: fx.Node, source: fx.Node, dim: int | None, parts: list[tuple[int
     strides = row_major(sizes.shape(source))
     axes, step = [], here
     for size, stride in reversed(parts):
-        size_from = None
-        if symbolic:
+        size_from: tuple[fx.Node, int] | None = None
+        if dim is not None and symbolic:
             for at, (own, length) in enumerate(zip(strides, source.meta["val"].shape)):
                 if own == stride and sizes.shape(source)[at] == size and not isinstance(length, int):
                     size_from = (source, at)
@@ -320,7 +321,7 @@ def _split(value: Value, source: fx.Node) -> dict[int, tuple[Atom, float]] | Non
 
 
 def _explain(found: Structure, sizes: Sizes, sample: _Sample, half: int, at: list[int],
-             even: dict | None, odd: dict | None) -> str:
+             even: dict[Any, Any] | None, odd: dict[Any, Any] | None) -> str:
     names = {found.source: "o"}
     channel = found.rope_start + 2 * sample.pair
     lane, value, want = (channel, sample.even, "+") if not _is_even_lane(even, at) else (channel + 1, sample.odd, "-")
@@ -340,7 +341,7 @@ def _explain(found: Structure, sizes: Sizes, sample: _Sample, half: int, at: lis
     return f"channel {lane}: found {text}, expected {expected}{hint}"
 
 
-def _is_even_lane(even: dict | None, at: list[int]) -> bool:
+def _is_even_lane(even: dict[Any, Any] | None, at: list[int]) -> bool:
     return even is not None and set(even) == set(at) and even[at[0]][1] == 1.0 and even[at[1]][1] == 1.0
 
 

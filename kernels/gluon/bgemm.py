@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
 """Launcher of the Hopper FP8 grouped GEMM, the form for token counts where the tensor cores are the limit.
 
 Below MIN_TOKENS the weight read is the limit and the portable Triton kernel (swapped operands, small tiles) is faster.
@@ -9,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..modes import current
 from .gate import hopper_reason
 
 MIN_TOKENS = 192
@@ -25,6 +27,8 @@ def unsupported_reason(
     if reason := hopper_reason(codes.device):
         return reason
     groups, tokens, width = codes.shape
+    if current().batch_invariant:
+        return "batch_invariant: one kernel for every number of tokens, the portable one"
     if tokens < MIN_TOKENS:
         return f"{tokens} tokens: below {MIN_TOKENS} the weight-streaming kernel is faster"
     for name in ("block", "weight_block"):

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Registers the Hopper kernels with the ops, ahead of the portable ones. Imported at the first call on a GPU.
 
 Each ``_refuses_*`` and ``_launch_*`` takes the arguments of its op, completed and validated (launches after ``outs``).
@@ -10,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..modes import current
 from ..ops.dispatch import Launcher, register_launcher
 from . import attention, bgemm, deepgemm, gate
 from .attention import Epilogue
@@ -47,6 +49,7 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
         merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, merging.decide(partials, None))
         return
     cos, sin = epilogue.cos, epilogue.sin
+    assert cos is not None and sin is not None
     if cos.shape[0] != tokens:  # several sequences share one table
         cos, sin = (table.repeat(tokens // table.shape[0], 1) for table in (cos, sin))
     quant = quant_mode(epilogue.scale_rule, epilogue.packed) if epilogue.kind == "quant" else 0
@@ -62,7 +65,8 @@ def _sm_count(device: torch.device) -> int:
 
 def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor | None, launch, device) -> None:
     """Run `launch(epilogue, sink, splits)`, split and merged if the tokens alone do not fill the GPU."""
-    splits = attention.choose_splits(tokens, heads, keys, _sm_count(device))
+    # A batch-invariant call is not split: the number of splits depends on the number of tokens.
+    splits = 1 if current().batch_invariant else attention.choose_splits(tokens, heads, keys, _sm_count(device))
     if splits == 1:
         launch(epilogue, sink, 1)
         return

@@ -12,13 +12,22 @@ from torch import Tensor
 
 from .. import reference
 from . import checks
+from .attention import MODES
 from .registry import OpSpec, register
 
 OP = "fp8_bgemm"
 WEIGHT_SCALES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
 
 
-def check_bgemm(codes, scales, weight, weight_scales, block, weight_block, out_dtype) -> None:
+def check_bgemm(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    block: int,
+    weight_block: int,
+    out_dtype: torch.dtype,
+) -> None:
     checks.check_same_device(OP, codes, scales=scales, weight=weight, weight_scales=weight_scales)
     checks.check_dtype(OP, "codes", codes, (checks.E4M3,), "Quantise with fusion_pass::inverse_rope_quant.")
     checks.check_dtype(OP, "scales", scales, (torch.float32, torch.int32))
@@ -50,7 +59,15 @@ def check_bgemm(codes, scales, weight, weight_scales, block, weight_block, out_d
     )
 
 
-def empty_bgemm(codes, scales, weight, weight_scales, block, weight_block, out_dtype) -> tuple[Tensor]:
+def empty_bgemm(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    block: int,
+    weight_block: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor]:
     groups, tokens, _ = codes.shape
     return (codes.new_empty((tokens, groups, weight.shape[1]), dtype=out_dtype),)
 
@@ -66,5 +83,6 @@ register(
         check_bgemm,
         empty_bgemm,
         reference.fp8_bgemm,
+        MODES,
     )
 )

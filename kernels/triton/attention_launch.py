@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
 """Host side of the portable attention kernel: chooses tile and splits, prepares operands, launches.
 
 Works on any device Triton compiles for, and on CPU tensors under the interpreter.
@@ -12,11 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
+from ..modes import current
 from ..tuning import attention as tuning
 from .attention import LOG2E, attention_kernel
 from .compact import compact_mask, rows_per_pass
 from .epilogue import quant_mode
-from .interpreter import e4m3_is_native, interpreted
+from .interpreter import device_of, e4m3_is_native
 from .rope_quant import scale_pointer
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -96,19 +98,14 @@ def _packed(lists: Tensor) -> Tensor:
     return lists if lists.stride(-1) == 1 or lists.shape[-1] <= 1 else lists.contiguous()
 
 
-def device_of(q: Tensor) -> tuple[tuple[int, int], int]:
-    """(compute capability, multiprocessors); the interpreter stands for one multiprocessor of an sm_90."""
-    if interpreted():
-        return (9, 0), 1
-    properties = torch.cuda.get_device_properties(q.device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
 def choose(q: Tensor, keys: Keys) -> tuple[tuning.Tile, int]:
-    """Tile and number of splits for q [B, S, H, D], from sizes and the device only."""
+    """Tile and number of splits for q [B, S, H, D], from sizes and the device only. Batch-invariant calls are not
+    split: the tile does not depend on the number of tokens, the split count would."""
     batch, queries, heads, _ = q.shape
     capability, sm_count = device_of(q)
     tile = tuning.tile(capability, heads, q.element_size())
+    if current().batch_invariant:
+        return tile, 1
     visible = keys.columns
     if keys.indices is None and keys.window > 0:
         visible = min(visible, keys.window + tile.block_n)
@@ -145,10 +142,10 @@ def launch(
     if indexed and keys.extra_indices is not None and indices.dtype != extra_indices.dtype:
         # One loop walks both lists. The wider dtype: narrowing could turn a huge index into a valid one.
         indices, extra_indices = indices.long(), extra_indices.long()
-    bias_strides = (0, 0, 0)
+    bias_strides: tuple[int, ...] = (0, 0, 0)
     if keys.bias is not None:
         bias_strides = keys.bias.expand(batch, -1, -1).stride()
-    tables = (q, 0, 0, 1, q, 0, 0, 1)
+    tables: tuple[Tensor | int, ...] = (q, 0, 0, 1, q, 0, 0, 1)
     groups, half, quant, block, floor = 1, 0, 0, 1, 1.0
     if rope is not None and splits is None:
         groups, half = rope.groups, rope.cos.shape[-1]
@@ -235,8 +232,7 @@ def masked_passes(q: Tensor, keys: Keys, mask: Tensor, has_sink: bool):
             passes = [(0, batch * queries, 0, batch * queries)]
     for first_row, rows, first_token, tokens in passes:
         indices, counts = compact_mask(mask, first_row, rows, count, keys.causal, keys.window, has_sink)
-        listed = replace(keys, indices=indices, lengths=counts, bias=bias, causal=False, window=0)
-        yield first_token, tokens, listed
+        yield first_token, tokens, replace(keys, indices=indices, lengths=counts, bias=bias, causal=False, window=0)
 
 
 def attend(
@@ -265,7 +261,7 @@ def attend(
         splits = 1
     quantised = rope is not None and rope.quant != 0
     out = outs[0].view(torch.uint8) if quantised else outs[0]
-    scales = scale_pointer(outs[1], rope.quant) if quantised else None
+    scales = scale_pointer(outs[1], rope.quant) if rope is not None and quantised else None
     if splits == 1:
         if mask is None:
             launch(out, scales, q, keys, sink, scale, rope, tile)
@@ -299,7 +295,7 @@ def attend_chunk(
         q = q.contiguous()
     quantised = rope is not None and rope.quant != 0
     out = outs[0].view(torch.uint8) if quantised else outs[0]
-    scales = scale_pointer(outs[1], rope.quant) if quantised else None
+    scales = scale_pointer(outs[1], rope.quant) if rope is not None and quantised else None
     launch(out, scales, q, keys, sink, scale, rope, choose(q, keys)[0], None, first_token, tokens)
 
 

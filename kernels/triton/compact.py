@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Turns a dense attention mask into the list of keys each query attends.
 
 DeepSeek-V4's masks are sparse in a way no tile grid follows: a window of 128 keys, plus the top-k rows of a compressed
@@ -47,7 +48,9 @@ def _scan(mask_row, mask_stride, out_row, keys, end, window, lowest, BLOCK: tl.c
     return count
 
 
-@triton.jit(do_not_specialize=["first_row", "queries", "keys", "offset", "window", "out_stride"])
+@triton.jit(do_not_specialize=[
+    "mask_stride_b", "first_row", "queries", "keys", "offset", "window", "out_stride",
+])  # fmt: skip
 def _compact_kernel(
     mask_ptr,
     mask_stride_b,
