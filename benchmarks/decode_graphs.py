@@ -59,11 +59,11 @@ def _case(case: tuple[int, str, str], barrier: Any, lock: Any, results: Any) -> 
     # Each process is one of many on this machine's cores.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     torch.set_num_threads(2)
-    import torch._functorch.config
-    import torch._inductor.config
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
 
-    torch._inductor.config.fx_graph_cache = False           # a graph that comes from a cache counts no partitions
-    torch._functorch.config.enable_autograd_cache = False
+    inductor.fx_graph_cache = False             # a graph that comes from a cache counts no partitions
+    functorch.enable_autograd_cache = False
     try:
         with torch.no_grad():
             time_it = prepare(slices.build("bf16"), batch, variant, way, row, alone=lock)
