@@ -170,8 +170,8 @@ def register(spec: OpSpec) -> OpSpec:
 
     outs = ", ".join(f"Tensor({'abc'[i]}!) {name}" for i, name in enumerate(spec.outputs))
     # Without torch.Tag.out, by which Inductor of torch 2.13 would call the out-variant itself: it then passes all
-    # tensors before all other arguments (a None between two tensors shifts them), and leaves out a buffer that nobody
-    # reads.
+    # tensors before all other arguments (a None between two tensors shifts them), leaves out a buffer that nobody
+    # reads, and in C++ (AOTInductor) calls a C function that only torch's own ops have.
     results = ", ".join(f"Tensor({'abc'[i]}!)" for i in range(len(spec.outputs)))
     results = results if len(spec.outputs) == 1 else f"({results})"
     torch.library.define(

@@ -9,6 +9,7 @@ answer, so it is for debugging. It is left out while a CUDA graph is captured (n
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,37 +53,23 @@ def check_list(op: str, prefix: str, indices: Tensor, lengths: Tensor | None, ro
         )
 
 
-def gathered(
-    op: str,
-    kv: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None,
-    extra_kv: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lengths: Tensor | None,
-) -> None:
+def gathered(op: str, kv: Tensor, indices: Tensor, lengths: Tensor | None, extra_kv: Tensor | None,
+             extra_indices: Any, extra_lengths: Tensor | None) -> None:  # fmt: skip
     """The lists of the gathered ops."""
     check_list(op, "", indices, lengths, kv.shape[0], f"rows of kv, {kv.shape[0]}")
-    if extra_kv is not None and extra_indices is not None:
+    if extra_kv is not None:
         rows = extra_kv.shape[0]
         check_list(op, "extra_", extra_indices, extra_lengths, rows, f"rows of extra_kv, {rows}")
 
 
 def paged(
-    op: str,
-    pages: Tensor,
-    page_size: int,
-    indices: Tensor,
-    lengths: Tensor | None,
-    extra_pages: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lengths: Tensor | None,
-    extra_page_size: int,
-) -> None:
+    op: str, pages: Tensor, page_size: int, indices: Tensor, lengths: Tensor | None, extra_pages: Tensor | None,
+    extra_indices: Any, extra_lengths: Tensor | None, extra_page_size: int,
+) -> None:  # fmt: skip
     """The lists of the paged ops: an index is page * page_size + offset."""
     count = pages.shape[0]
     check_list(op, "", indices, lengths, count * page_size, f"{count} pages of {page_size} rows")
-    if extra_pages is not None and extra_indices is not None:
+    if extra_pages is not None:
         count = extra_pages.shape[0]
         what = f"{count} pages of {extra_page_size} rows"
         check_list(op, "extra_", extra_indices, extra_lengths, count * extra_page_size, what)

@@ -8,6 +8,7 @@ chosen by what fits and have not been run. Token counts inside one row share com
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -83,7 +84,11 @@ def invariant_tile(capability: tuple[int, int], tokens: int, weight_rows: int, n
 
 
 def _row(
-    tables: dict[str, list[tuple[int, Tile]]], capability: tuple[int, int], tokens: int, weight_rows: int, native: bool
+    tables: Mapping[str, Sequence[tuple[float, Tile]]],
+    capability: tuple[int, int],
+    tokens: int,
+    weight_rows: int,
+    native: bool,
 ) -> Tile:
     table = "small"
     if not native:
