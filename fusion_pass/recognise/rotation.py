@@ -199,7 +199,7 @@ def _axes(node: fx.Node, source: fx.Node, dim: int | None, parts: list[tuple[int
 
 
 def _input_of_size(node: fx.Node, dim: int, size: int, sizes: Sizes) -> tuple[fx.Node, int] | None:
-    """A graph input's dimension that is the part of ``size`` elements of a dimension which joins several axes (batch and
+    """A graph input's dimension that is the part of ``size`` elements of a dimension joining several axes (batch and
     tokens, say): the joint dimension divided by the other, fixed, axes."""
     others = sizes.shape(node)[dim] // size
     wanted = sympy.expand(node.meta["val"].shape[dim].node.expr / others)
