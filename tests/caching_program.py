@@ -79,7 +79,8 @@ def load(file):
     tell("backend back", by_backend)
     tell("hook back", by_hook)
     # Another kernel source, another torch.
-    for name, changed, way in (("sources", lambda: "changed", by_hook), ("_versions", lambda: ("torch 99",), by_backend)):
+    changes = (("sources", lambda: "changed", by_hook), ("_versions", lambda: ("torch 99",), by_backend))
+    for name, changed, way in changes:
         original = getattr(fingerprint, name)
         setattr(fingerprint, name, changed)
         tell(name, way)
