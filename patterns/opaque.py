@@ -47,7 +47,7 @@ class OpaqueOp:
     known: tuple[int, ...] = ()
     requires: Requires | None = None
     label: str = ""
-    expand_fp8: Callable[..., tuple] | None = None
+    expand_fp8: Callable[..., tuple[Any, ...]] | None = None
 
     def under(self, o_proj: str) -> OpaqueOp:
         """The row as ``Config(o_proj=...)`` wants it."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -190,9 +191,24 @@ def _axes(node: fx.Node, source: fx.Node, dim: int | None, parts: list[tuple[int
                     size_from = (source, at)
             if size_from is None and len(parts) == 1:
                 size_from = (node, dim)
+            if size_from is None:
+                size_from = _input_of_size(node, dim, size, sizes)
         axes.append(OuterAxis(size, stride, step, 0, 0, size_from))
         step *= size
     return axes[::-1]
+
+
+def _input_of_size(node: fx.Node, dim: int, size: int, sizes: Sizes) -> tuple[fx.Node, int] | None:
+    """A graph input's dimension that is the part of ``size`` elements of a dimension joining several axes (batch and
+    tokens, say): the joint dimension divided by the other, fixed, axes."""
+    others = sizes.shape(node)[dim] // size
+    wanted = sympy.expand(node.meta["val"].shape[dim].node.expr / others)
+    for value in node.graph.find_nodes(op="placeholder"):
+        shape = value.meta["val"].shape if isinstance(value.meta.get("val"), torch.Tensor) else ()
+        for at, length in enumerate(shape):
+            if isinstance(length, torch.SymInt) and sympy.expand(length.node.expr - wanted) == 0:
+                return value, at
+    return None
 
 
 @dataclass

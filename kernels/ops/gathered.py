@@ -7,6 +7,7 @@ count), and a second pool with its own indices and lengths under the same softma
 zeros. cos and sin [T, rope_dim / 2].
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -170,10 +171,10 @@ def empty_partials(
     )
 
 
-def _values(op: str):
+def _values(op: str) -> Callable[..., None]:
     """``check_values`` of ``op``: kv and indices are its second and third argument, the pools its last four."""
 
-    def check(*args) -> None:
+    def check(*args: Any) -> None:
         values.gathered(op, args[1], args[2], *args[-4:])
 
     return check

@@ -7,7 +7,7 @@ past the cache = masked), lengths [T], and a second cache with its own page size
 as in :mod:`.gathered`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -170,10 +170,10 @@ def empty_paged_rope_quant(
     return layout.quantised(q, tokens, heads // groups * dim, groups, block, pack_scales)
 
 
-def _values(op: str, page_size_at: int):
+def _values(op: str, page_size_at: int) -> Callable[..., None]:
     """``check_values`` of ``op``, whose argument ``page_size_at`` is the page size; its last five are the pools."""
 
-    def check(*args) -> None:
+    def check(*args: Any) -> None:
         values.paged(op, args[1], args[page_size_at], args[2], *args[-5:])
 
     return check

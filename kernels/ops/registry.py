@@ -50,7 +50,7 @@ class OpSpec:
         named = ", ".join(f"bool {name}=False" for name in self.modes)
         return f"{self.arguments}, *, {named}" if named else self.arguments
 
-    def take_modes(self, kwargs: dict) -> Modes:
+    def take_modes(self, kwargs: dict[str, Any]) -> Modes:
         """Remove the modes from ``kwargs`` and return them."""
         given = {name: kwargs.pop(name) for name in self.modes if name in kwargs}
         return Modes(**given) if any(given.values()) else OFF
