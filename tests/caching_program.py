@@ -73,9 +73,8 @@ def load(file):
     tell("backend 1", by_backend)
     tell("hook 1", by_hook)
     # Two configurations in one process, one after the other and back.
-    other = Config(disable_rules=("inverse_rope",))
-    tell("backend other", by_backend, config=other)
-    tell("hook other", by_hook, config=other)
+    tell("backend other", by_backend, config=Config(disable_rules=("inverse_rope",)))
+    tell("hook other", by_hook, config=Config(kv_split=2))
     tell("backend back", by_backend)
     tell("hook back", by_hook)
     # Another kernel source, another torch.
