@@ -41,7 +41,7 @@ PDL_LAYOUTS = tuple(
     for kv_split, width, warps, unroll, limit in ((1, 128, 1, 8, 18), (2, 512, 4, 4, 16), (4, 512, 4, 2, 8))
 )
 # An event pair and the start of a graph cost microseconds: spread over so many merges that they do not show.
-SAMPLE_US = 1200
+SAMPLE_US = 700
 
 
 def points():
