@@ -16,6 +16,9 @@ _NEAR_MISSES: tuple[tuple[str, str], ...] = (
      "inference does not need, drop it; otherwise compute it from the chain's input."),
     (r"validation: the replacement",
      "The source's own value is used, so results are right. Please report the chain with this page attached."),
+    (r"forward rotation",
+     "The chain undoes the rotation that queries and keys got: rotate the output by the negative angle (-sin, or "
+     "the conjugate). If the forward rotation is meant, there is nothing to fuse here."),
     (r"in place",
      "Trace with functionalisation (torch.compile and torch.export do; for make_fx wrap the function in "
      "torch.func.functionalize), or write to a clone."),
