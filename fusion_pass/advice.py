@@ -8,6 +8,9 @@ from .report import GatedChain, NearMiss
 
 # The first row whose pattern is found in the reason answers; reasons are written in ``recognise`` and ``replace``.
 _NEAR_MISSES: tuple[tuple[str, str], ...] = (
+    (r"makes inputs of Python floats",
+     "Write the number into the function (a local, or a literal), or set torch._dynamo.config.specialize_float = True: "
+     "the pass may not assume a value that the next call can change."),
     (r"escapes the chain|is also read by|read by more than",
      "Fusing would never write that value. If the other reader is a hook, a returned intermediate or a statistic that "
      "inference does not need, drop it; otherwise compute it from the chain's input."),

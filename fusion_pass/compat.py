@@ -144,13 +144,6 @@ def counters() -> Any:
     return all_counters
 
 
-def cache_dir() -> str:
-    """The folder of Inductor's on-disk caches."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
-
-    return str(inductor_cache_dir())
-
-
 def registered_backends() -> Iterable[str]:
     """Names that ``torch.compile(backend=...)`` resolves by now or through entry points."""
     from importlib.metadata import entry_points
@@ -160,6 +153,13 @@ def registered_backends() -> Iterable[str]:
     if registry is not None:
         names |= set(registry._COMPILER_FNS)
     return names
+
+
+def packaged_dtypes() -> Iterable[Any]:
+    """Data types of the tensors that AOTInductor's C++ code can name."""
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_ATEN
+
+    return DTYPE_TO_ATEN
 
 
 def compile_apart(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
+from .elements.fakes import metadata_mode
 from .fx_access import target_of
 
 aten = torch.ops.aten
@@ -63,8 +64,7 @@ def _recompute(node: fx.Node) -> None:
 def _evaluate(node: fx.Node) -> object:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     leaves = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-    mode = torch._guards.detect_fake_mode(leaves)
-    with mode if mode is not None else torch.no_grad():
+    with metadata_mode(leaves):
         return target_of(node)(*args, **kwargs)
 
 

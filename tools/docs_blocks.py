@@ -175,8 +175,9 @@ def declared() -> str:
     tests = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     rows = []
     for row in opaque.ROWS:
-        name = row.name.partition("::")[2]
-        by = [f"`{path}`" for path, text in tests.items() if re.search(rf"\b{name}\b", text) and "/test_" in path]
+        namespace, _, name = row.name.partition("::")
+        by = [f"`{path}`" for path, text in tests.items() if "/test_" in path and re.search(rf"\b{name}\b", text)
+              and (namespace == "*" or namespace in text)]
         how = "written out and fused" if row.expand else "stays opaque; what follows is fused"
         rows.append([f"`{row.name}`", row.versions, ", ".join(row.roles), how, ", ".join(by) or "not yet tested"])
     return _table(["op", "versions", "roles", "what happens", "tested by"], rows)

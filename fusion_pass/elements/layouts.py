@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from .fakes import metadata_mode
 from .sizes import Sizes
 
 aten = torch.ops.aten
@@ -91,8 +92,7 @@ class Builder:
         tensors = [v for v in _leaves(values) if isinstance(v, torch.Tensor)]
         if not tensors:     # a factory: the graph's own mode
             tensors = [v for n in self.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)][:1]
-        mode = torch._guards.detect_fake_mode(tensors)
-        with mode if mode is not None else torch.no_grad():
+        with metadata_mode(tensors):
             node.meta["val"] = target(*values[0], **values[1])
         return node
 

@@ -76,7 +76,9 @@ register(
     OpSpec(
         OP,
         "Tensor codes, Tensor scales, Tensor weight, Tensor weight_scales, int block=128, int weight_block=128, "
-        "ScalarType out_dtype=bfloat16",
+        # None = bfloat16. Not as the schema's default: when a program is packaged torch writes that down as a number,
+        # which AOTInductor's loader refuses.
+        "ScalarType? out_dtype=None",
         ("out",),
         check_bgemm,
         empty_bgemm,

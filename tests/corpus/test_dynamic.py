@@ -11,14 +11,17 @@ import pytest
 import torch
 from compiling import FLEX, POSITIVES, case, difference, eager, problems
 from run_all import flat, fresh
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
 
 import fusion_pass
 from fusion_pass import Config
+from fusion_pass.advice import advice
 
 TOKENS = 11         # a number that nothing else in a case has
 # These run a Python loop over tokens (or compute counts from them in Python), so a graph holds for one count only.
@@ -45,6 +48,7 @@ def symbolic_graph(name):
     """The functional ATen graph of a case with every dimension that follows the number of tokens symbolic."""
     module, fn, args = case(name, tokens=TOKENS)
     _, _, others = case(name, tokens=TOKENS + 2)
+    (args, structure), (others, _) = pytree.tree_flatten(args), pytree.tree_flatten(others)
     dims = [(i, d) for i, (a, b) in enumerate(zip(args, others)) if isinstance(a, torch.Tensor)
             for d, (x, y) in enumerate(zip(a.shape, b.shape)) if (x, y) == (TOKENS, TOKENS + 2)]
     if not dims:
@@ -52,16 +56,19 @@ def symbolic_graph(name):
 
     def run(*inputs):
         where, dim = dims[0]
-        return with_symbol(fn, inputs[where].shape[dim], set())(*inputs)
+        return with_symbol(fn, inputs[where].shape[dim], set())(*pytree.tree_unflatten(inputs, structure))
 
     # Only these dimensions are symbols: everything else is as static as parameters are under torch.compile.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     inputs = []
-    for i, a in enumerate(fresh(args)):
+    for i, a in enumerate(pytree.tree_leaves(fresh(args))):
+        if not isinstance(a, torch.Tensor):
+            inputs.append(a)
+            continue
         context = StatelessSymbolicContext([DimDynamic.DYNAMIC if (i, d) in dims else DimDynamic.STATIC
                                             for d in range(a.dim())])
         inputs.append(mode.from_tensor(a, symbolic_context=context, source=ConstantSource(f"input_{i}")))
-    with torch.no_grad(), mode:
+    with torch.no_grad(), mode, enable_python_dispatcher():
         functional = torch.func.functionalize(run, remove="mutations")
         gm = make_fx(functional, tracing_mode="fake")(*inputs)
     return module, gm
@@ -69,11 +76,12 @@ def symbolic_graph(name):
 
 def holds_for_one_count(name, gm):
     """Does the graph as traced (before the pass) fail for another number of tokens?"""
-    _, _, args = case(name, tokens=TOKENS + 5)
-    try:
-        gm(*fresh(args))
-    except RuntimeError:
-        return True
+    for tokens in (TOKENS + 5, 40):
+        _, _, args = case(name, tokens=tokens)
+        try:
+            gm(*pytree.tree_leaves(fresh(args)))
+        except RuntimeError:
+            return True
     return False
 
 
@@ -108,7 +116,7 @@ def test_symbolic_tokens(name):
                 wanted = eager(fn, args)
             except Exception:
                 continue        # a case that wants more keys than tokens
-            assert difference(flat(gm(*fresh(args))), wanted) < 2e-2
+            assert difference(flat(gm(*pytree.tree_leaves(fresh(args)))), wanted) < 2e-2
 
 
 def official(q, kv, sink, freqs, weight):
@@ -183,3 +191,37 @@ def test_one_compilation_and_no_added_guards(fn, roles):
         if backend == "fusion_pass":
             assert reports and all([c.roles for c in r.fused] == [roles] for r in reports), reports
     assert guards["fusion_pass"] == guards["aot_eager"]
+
+
+E4M3_MAX = 448.0
+
+
+def quantised_by_module_constant(q, kv, sink, freqs, weight):
+    """``quantised`` with the limit of E4M3 kept in the module, as many sources have it."""
+    t = q.shape[1]
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2).float(), kv.float().unsqueeze(1).expand(-1, q.shape[2], -1, -1),
+        kv.float().unsqueeze(1).expand(-1, q.shape[2], -1, -1)).transpose(1, 2).to(q.dtype)
+    even, odd = o[..., -64::2].float(), o[..., -63::2].float()
+    cos, sin = freqs.real[None, :, None], freqs.imag[None, :, None]
+    turned = torch.stack([even * cos + odd * sin, odd * cos - even * sin], -1).flatten(-2).to(o.dtype)
+    x = torch.cat([o[..., :-64], turned], -1).reshape(t, 2, -1, 128).float()
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-10) / E4M3_MAX
+    x = ((x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale).reshape(t, 2, -1)
+    return torch.bmm(x.transpose(0, 1), weight.float().transpose(1, 2)).transpose(0, 1)
+
+
+def test_a_module_constant_that_dynamo_made_an_input_is_named():
+    """Under dynamic=True a global float is an input that the next call may change: refused, with the way out."""
+    for dynamic, fused in ((True, 0), (None, 1)):
+        torch._dynamo.reset()
+        before = len(fusion_pass.reports())
+        compiled = torch.compile(quantised_by_module_constant, backend="fusion_pass", dynamic=dynamic,
+                                 options={"inner": "aot_eager"})
+        with torch.no_grad():
+            compiled(*inputs_for(7))
+        report, = fusion_pass.reports()[before:]
+        assert len(report.fused) == fused, report
+        if not fused:
+            assert "makes inputs of Python floats" in report.near_misses[0].reason, report
+            assert "specialize_float" in advice(report.near_misses[0])
