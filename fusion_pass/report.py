@@ -116,7 +116,8 @@ class Report:
             chain["roles"] = list(chain["roles"])
         from .advice import advice  # late: it reads the classes of this module
 
-        for written, entry in zip((*values["near_misses"], *values["gated"]), (*self.near_misses, *self.gated)):
+        entries: list[NearMiss | GatedChain] = [*self.near_misses, *self.gated]
+        for written, entry in zip((*values["near_misses"], *values["gated"]), entries):
             written["advice"] = advice(entry)
         return values
 
