@@ -7,11 +7,31 @@ from functools import partial
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
 from benchmarks import harness, inputs, peers
 from benchmarks.shapes import SHAPES, Shape, rotation
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+
+
+READ_SHAPES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8))  # (words, warps) per program; the fastest is the ceiling
+
+
+@triton.jit
+def _read(words, BLOCK: tl.constexpr):
+    """Reads every word; the store, which keeps the compiler from dropping the loads, practically never happens."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(words + place)
+    tl.store(words + place, value, mask=value == 0x7F7F7F7F)
+
+
+def read_bytes(x: Tensor, block: int, warps: int) -> None:
+    """Read a contiguous tensor once, nothing else: the ceiling of a kernel that streams it."""
+    words = x.view(torch.int32).view(-1)
+    _read[(words.numel() // block,)](words, BLOCK=block, num_warps=warps)
 
 
 def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harness.Call]]:

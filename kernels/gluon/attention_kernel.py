@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .attention_epilogue import Output
 from .attention_shared import allocate_shared
@@ -60,6 +61,26 @@ def softmax_step(s, term, maximum, scale):
 
 
 @gluon.jit
+def release(sh, CHUNK: gl.constexpr):
+    """Give a chunk back to the producer: its last product (of this warpgroup, its only reader now) is done."""
+    if sh.ASYNC_ARRIVE:
+        # every thread for itself, without the barrier of the warpgroup that `arrive` costs
+        async_copy.mbarrier_arrive(sh.empty[CHUNK], increment_count=False)
+    else:
+        mbarrier.arrive(sh.empty[CHUNK])
+
+
+@gluon.jit
+def key_chunk(sh, CHUNK: gl.constexpr, z):
+    """A chunk's buffer [64 keys, 128 columns]."""
+    if sh.ROLLED:
+        buffer = sh.k_all.index(z + CHUNK)
+    else:
+        buffer = sh.k[CHUNK].index(z)
+    return buffer
+
+
+@gluon.jit
 def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constexpr):
     """Queue q_chunk @ k_chunk^T onto s, once the chunk has arrived; the first chunk of the order overwrites s.
 
@@ -67,7 +88,7 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
     over the loop and spill a kilobyte of registers per thread.
     """
     mbarrier.wait(sh.full[TILE_OF_PAIR * 4 + CHUNK], parity)
-    k = sh.k[TILE_OF_PAIR * 4 + CHUNK].index(z).permute((1, 0))
+    k = key_chunk(sh, TILE_OF_PAIR * 4 + CHUNK, z).permute((1, 0))
     return warpgroup_mma(sh.q[CHUNK].index(z), k, s, use_acc=CHUNK != 0, is_async=True)
 
 
@@ -92,29 +113,29 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
     l = l * factor + gl.sum(p, 1)
     operand = gl.convert_layout(pb, PROBABILITIES)
     oa = rescale(oa, factor)
-    ta = warpgroup_mma(operand, sh.k[0].index(z), oa, is_async=True)
+    ta = warpgroup_mma(operand, key_chunk(sh, 0, z), oa, is_async=True)
     ob = rescale(ob, factor)
-    tb = warpgroup_mma(operand, sh.k[1].index(z), ob, is_async=True)
+    tb = warpgroup_mma(operand, key_chunk(sh, 1, z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
-    mbarrier.arrive(sh.empty[0])
+    release(sh, 0)
     # the other tile
     mbarrier.wait(sh.p_ready[1], parity)
     m = sh.stats[1].load(gl.SliceLayout(1, SCORES))
     factor = exp2_approx(m0 - m)
     l = l * factor
     oa = rescale(oa, factor)
-    ta = warpgroup_mma(sh.p[1].index(z), sh.k[4].index(z), oa, is_async=True)
+    ta = warpgroup_mma(sh.p[1].index(z), key_chunk(sh, 4, z), oa, is_async=True)
     ob = warpgroup_mma_wait(1, deps=[tb])
-    mbarrier.arrive(sh.empty[1])
+    release(sh, 1)
     ob = rescale(ob, factor)
-    tb = warpgroup_mma(sh.p[1].index(z), sh.k[5].index(z), ob, is_async=True)
+    tb = warpgroup_mma(sh.p[1].index(z), key_chunk(sh, 5, z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
-    mbarrier.arrive(sh.empty[4])
+    release(sh, 4)
     if not last:
         t = gl.zeros([TILE, TILE], gl.float32, SCORES)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 0)
         ob = warpgroup_mma_wait(1, deps=[tb])
-        mbarrier.arrive(sh.empty[5])
+        release(sh, 5)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 2)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 1)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 3)
@@ -125,7 +146,7 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
         s = warpgroup_mma_wait(0, deps=[t])
     else:
         ob = warpgroup_mma_wait(0, deps=[tb])
-        mbarrier.arrive(sh.empty[5])
+        release(sh, 5)
     return s, term, m, l, oa, ob
 
 
@@ -200,8 +221,8 @@ def consumer_right(sh, keys, jobs, output, scale):
             before = exp2_approx(m - m0)
             oa = rescale(oa, before)
             ob = rescale(ob, before)
-            ta = warpgroup_mma(sh.p[0].index(z), sh.k[2].index(z), oa, is_async=True)
-            tb = warpgroup_mma(sh.p[0].index(z), sh.k[3].index(z), ob, is_async=True)
+            ta = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 2, z), oa, is_async=True)
+            tb = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 3, z), ob, is_async=True)
             s = warpgroup_mma_wait(2, deps=[t])
             mbarrier.arrive(sh.q_empty, pred=j + 1 == high)
             m, p = softmax_step(s, term, m0, scale)
@@ -215,17 +236,17 @@ def consumer_right(sh, keys, jobs, output, scale):
             l = l * (before * after) + gl.sum(p, 1)
             operand = gl.convert_layout(pb, PROBABILITIES)
             oa = warpgroup_mma_wait(1, deps=[ta])
-            mbarrier.arrive(sh.empty[2])
+            release(sh, 2)
             oa = rescale(oa, after)
-            ta = warpgroup_mma(operand, sh.k[6].index(z), oa, is_async=True)
+            ta = warpgroup_mma(operand, key_chunk(sh, 6, z), oa, is_async=True)
             ob = warpgroup_mma_wait(1, deps=[tb])
-            mbarrier.arrive(sh.empty[3])
+            release(sh, 3)
             ob = rescale(ob, after)
-            tb = warpgroup_mma(operand, sh.k[7].index(z), ob, is_async=True)
+            tb = warpgroup_mma(operand, key_chunk(sh, 7, z), ob, is_async=True)
             oa = warpgroup_mma_wait(1, deps=[ta])
-            mbarrier.arrive(sh.empty[6])
+            release(sh, 6)
             ob = warpgroup_mma_wait(0, deps=[tb])
-            mbarrier.arrive(sh.empty[7])
+            release(sh, 7)
             oa = pin(oa)
             ob = pin(ob)
         sh.stats[3].store(l)
@@ -246,6 +267,18 @@ def gather_chunk(sh, pointers, valid, parity, TILE_OF_PAIR: gl.constexpr, CHUNK:
         sh.k[TILE_OF_PAIR * 4 + CHUNK].index(0), pointers + COLUMNS * CHUNK, mask=valid
     )
     async_copy.mbarrier_arrive(sh.full[TILE_OF_PAIR * 4 + CHUNK], increment_count=False)
+
+
+@gluon.jit
+def gather_slot(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
+    """`gather_chunk` with the tile of the pair as a runtime value."""
+    mbarrier.wait(sh.empty[CHUNK], parity, pred=half == 0)
+    mbarrier.wait(sh.empty[4 + CHUNK], parity, pred=half != 0)
+    async_copy.async_copy_global_to_shared(sh.k_all.index(half * 4 + CHUNK), pointers + COLUMNS * CHUNK, mask=valid)
+    if half == 0:
+        async_copy.mbarrier_arrive(sh.full[CHUNK], increment_count=False)
+    else:
+        async_copy.mbarrier_arrive(sh.full[4 + CHUNK], increment_count=False)
 
 
 @gluon.jit
@@ -283,20 +316,37 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
         async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
         for j in range(low, high):
             parity = (done & 1) ^ 1
-            for half in gl.static_range(2):
-                tile = 2 * j + half
-                index = pin_int(index)
-                valid = keys.valid(index, tile, count0)
-                term = keys.term(valid, tile, lane, list_row, count0)
-                pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
-                mask = gl.expand_dims(valid, 1)
-                index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
-                gather_chunk(sh, pointers, mask, parity, half, 0)
-                sh.terms[half].store(term)  # the chunk was free, so the last pair's terms have been read
-                mbarrier.arrive(sh.terms_ready[half])
-                gather_chunk(sh, pointers, mask, parity, half, 2)
-                gather_chunk(sh, pointers, mask, parity, half, 1)
-                gather_chunk(sh, pointers, mask, parity, half, 3)
+            if sh.ROLLED:
+                for half in range(2):
+                    tile = 2 * j + half
+                    index = pin_int(index)
+                    valid = keys.valid(index, tile, count0)
+                    term = keys.term(valid, tile, lane, list_row, count0)
+                    pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
+                    mask = gl.expand_dims(valid, 1)
+                    index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
+                    gather_slot(sh, pointers, mask, parity, half, 0)
+                    sh.terms_all.index(half).store(term)
+                    mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
+                    mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
+                    gather_slot(sh, pointers, mask, parity, half, 2)
+                    gather_slot(sh, pointers, mask, parity, half, 1)
+                    gather_slot(sh, pointers, mask, parity, half, 3)
+            else:
+                for half in gl.static_range(2):
+                    tile = 2 * j + half
+                    index = pin_int(index)
+                    valid = keys.valid(index, tile, count0)
+                    term = keys.term(valid, tile, lane, list_row, count0)
+                    pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
+                    mask = gl.expand_dims(valid, 1)
+                    index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
+                    gather_chunk(sh, pointers, mask, parity, half, 0)
+                    sh.terms[half].store(term)  # the chunk was free, so the last pair's terms have been read
+                    mbarrier.arrive(sh.terms_ready[half])
+                    gather_chunk(sh, pointers, mask, parity, half, 2)
+                    gather_chunk(sh, pointers, mask, parity, half, 1)
+                    gather_chunk(sh, pointers, mask, parity, half, 3)
             done += 1
         turn += 1
 
@@ -317,7 +367,8 @@ def attention_kernel(
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr, RELEASE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
@@ -331,7 +382,9 @@ def attention_kernel(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
-    sh = allocate_shared()
+    if RELEASE:
+        gdc_launch_dependents()
+    sh = allocate_shared(ASYNC_ARRIVE, ROLLED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     gl.warp_specialize(
         [

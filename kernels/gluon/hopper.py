@@ -294,6 +294,15 @@ def allocate_barrier(count: gl.constexpr):
     return barrier
 
 
+@gluon.jit
+def allocate_barriers(number: gl.constexpr, count: gl.constexpr):
+    """An array of mbarriers, for a running index."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers
+
+
 def triton_version() -> tuple[int, int]:
     """(major, minor) of the installed Triton."""
     major, minor = triton.__version__.split(".")[:2]

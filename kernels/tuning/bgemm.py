@@ -63,3 +63,38 @@ def tile(capability: tuple[int, int], tokens: int, weight_rows: int, native: boo
     elif capability[0] == 9:
         table = "sm90 narrow" if weight_rows <= NARROW_ROWS else "sm90"
     return next(t for limit, t in TILES[table] if tokens <= limit)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Tile of the warp-specialised Hopper kernel: 16, 32 (swap) or 64, 128, 256 tokens x 64 or 128 weight rows.
+
+    Stages of `blocks` blocks of K; shared memory holds stages * blocks * (tokens * 132 + weight_rows * 128) bytes and
+    16 KiB more, of 227 KiB. Tiles of 64 weight rows take at most 64 tokens and an even `blocks`.
+    """
+
+    tokens: int
+    weight_rows: int
+    stages: int
+    blocks: int
+    swap: bool = False
+
+
+FORM_16 = Form(16, 128, 5, 2, True)
+FORM_32 = Form(32, 128, 5, 2, True)
+FORM_64 = Form(64, 128, 8, 1)
+FORM_128 = Form(128, 128, 6, 1)
+FORM_256 = Form(256, 128, 4, 1)
+
+
+def hopper_form(tokens: int, weight_rows: int, sm_count: int) -> Form:
+    """The form for ``tokens`` tokens and ``weight_rows`` = G * R."""
+    for form in (FORM_16, FORM_32, FORM_64):
+        if tokens <= form.tokens:
+            return form
+    # whichever needs the smaller total of waves times work per tile
+    cost = {
+        form: -(-(weight_rows // 128 * -(-tokens // form.tokens)) // sm_count) * (form.tokens / 128 + 0.15)
+        for form in (FORM_128, FORM_256)
+    }
+    return min(cost, key=cost.__getitem__)
