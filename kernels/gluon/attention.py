@@ -21,6 +21,7 @@ _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors,
 # Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
 TUNING = {"OUTSTANDING": 1, "ASYNC_ARRIVE": True, "ROLLED": True, "RELEASE": False, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 72}
+PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 80, "ROLLED": True}
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def _launch(
     splits: int = 1,
     causal: bool = False,
     window: int = 0,
+    page_sizes: tuple[int, int] | None = None,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512]."""
@@ -109,11 +111,16 @@ def _launch(
 
     batches, queries, heads, _ = q.shape
     q = _aligned_q(q)
-    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
-    extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
-    if kv.numel() == 0:
+    paged = page_sizes is not None
+    if paged:  # pools are bytes [P, page bytes]
+        rows = kv.shape[0] * page_sizes[0]
+        extra_rows = 0 if extra_kv is None else extra_kv.shape[0] * page_sizes[1]
+    else:
+        rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
+        extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
+    if kv.numel() == 0 and not paged:
         kv = q  # no row of it is ever addressed
-    if extra_kv is not None and extra_kv.numel() == 0:
+    if extra_kv is not None and extra_kv.numel() == 0 and not paged:
         extra_kv = q
     kv_keys = rows if lists is not None else rows // (kv.shape[0] if kv.dim() == 3 else 1)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -152,6 +159,8 @@ def _launch(
         0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
         kv_keys if lists is None else lists.width,
         0 if lists is None else lists.width2,
+        kv.stride(0) // 16 if paged else 0,
+        extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
         queries,
         window,
         int(causal),
@@ -171,8 +180,9 @@ def _launch(
         HAS_BIAS=lists is not None and lists.bias is not None,
         HAS_SINK=sink is not None,
         BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
-        STRIDE0=_row_stride(kv),
-        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv),
+        STRIDE0=page_sizes[0] if paged else _row_stride(kv),
+        STRIDE1=page_sizes[1] if paged else _row_stride(kv if extra_kv is None else extra_kv),
+        PAGED=paged,
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
@@ -180,7 +190,7 @@ def _launch(
         BATCHED=batches > 1,
         ROPE_SHARED=rope and epilogue.cos.shape[0] != total,
         num_warps=4,
-        **(TUNING | (tuning or {})),
+        **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
     )
 
 
@@ -206,6 +216,66 @@ def launch_gathered(
     count. One softmax over both pools. Writes `epilogue`; with kind "partial" its out has `splits` as leading size.
     T must be positive. With fewer than T lists these belong to the tokens from token0 on, and only those are done.
     """
+    lists, extra_kv = _two_lists(q, kv, indices, lengths, extra_kv, extra_indices, extra_lengths)
+    _launch(
+        q.unsqueeze(0),
+        kv,
+        sink,
+        scale,
+        epilogue,
+        lists=lists,
+        extra_kv=extra_kv,
+        token0=token0,
+        tokens=indices.shape[0],
+        splits=splits,
+        tuning=tuning,
+    )
+
+
+def pages_aligned(data: Tensor) -> bool:
+    """Whether the kernel's loads from pages [P, page bytes] are aligned."""
+    return data.data_ptr() % 16 == 0 and (data.stride(0) % 16 == 0 or data.shape[0] == 1)
+
+
+def launch_paged(
+    q: Tensor,
+    pages: Tensor,
+    page_size: int,
+    indices: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    epilogue: Epilogue,
+    *,
+    lengths: Tensor | None = None,
+    extra_pages: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    extra_page_size: int = 1,
+    splits: int = 1,
+    tuning: dict[str, int] | None = None,
+) -> None:
+    """:func:`launch_gathered` over rows of paged FP8 caches, given as bytes [P, page_size * 584] (`pages_aligned`).
+
+    An index is page * page_size + offset.
+    """
+    lists, extra_pages = _two_lists(q, pages, indices, lengths, extra_pages, extra_indices, extra_lengths)
+    _launch(
+        q.unsqueeze(0),
+        pages,
+        sink,
+        scale,
+        epilogue,
+        lists=lists,
+        extra_kv=extra_pages,
+        tokens=indices.shape[0],
+        splits=splits,
+        page_sizes=(page_size, extra_page_size if extra_pages is not None else page_size),
+        tuning=tuning,
+    )
+
+
+def _two_lists(q, kv, indices, lengths, extra_kv, extra_indices, extra_lengths) -> tuple[_Lists, Tensor | None]:
+    """Key lists of one or two pools as the kernel reads them, and the second pool if it is used."""
     tokens = indices.shape[0]
     # no column is read where there is none: any non-empty tensor of the right dtype stands in
     width = indices.shape[1] if kv.numel() else 0
@@ -220,19 +290,7 @@ def launch_gathered(
         lists = _Lists(indices, lists.width, lengths, None, second, second.shape[1], extra_lengths)
     else:
         extra_kv = None
-    _launch(
-        q.unsqueeze(0),
-        kv,
-        sink,
-        scale,
-        epilogue,
-        lists=lists,
-        extra_kv=extra_kv,
-        token0=token0,
-        tokens=tokens,
-        splits=splits,
-        tuning=tuning,
-    )
+    return lists, extra_kv
 
 
 def launch_dense(

@@ -28,11 +28,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .attention_epilogue import Output
+from .attention_pages import Pages, load_q, pages_producer
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
-    HEAD_DIM,
     LAZY,
     OUTPUT,
     PROBABILITIES,
@@ -287,7 +287,6 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WIDE))
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE)), 0)
-    batch_stride, token_stride, head_stride = q_strides  # elements / 8
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
@@ -295,25 +294,7 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
         index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
-        head = block * TILE + lane
-        q_row = head.to(gl.int64) * head_stride
-        if BATCHED:
-            batch = token // keys.queries
-            q_row += batch.to(gl.int64) * batch_stride + (token - batch * keys.queries).to(gl.int64) * token_stride
-        else:
-            q_row += token.to(gl.int64) * token_stride
-        q_row *= 8
-        q_pointers = q + gl.expand_dims(q_row, 1) + column
-        in_heads = gl.expand_dims(head < jobs.HEADS, 1)
-        mbarrier.wait(sh.q_empty, (turn & 1) ^ 1)
-        for chunk in gl.static_range(HEAD_DIM // COLUMNS):
-            if jobs.HEADS % TILE == 0:
-                async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), q_pointers + COLUMNS * chunk)
-            else:
-                async_copy.async_copy_global_to_shared(
-                    sh.q[chunk].index(0), q_pointers + COLUMNS * chunk, mask=in_heads
-                )
-        async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
+        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
         for j in range(low, high):
             parity = (done & 1) ^ 1
             if sh.ROLLED:
@@ -353,7 +334,7 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
 
 RUNTIME_INTEGERS = [
     "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
-    "index_stride1", "width0", "width1", "queries", "window", "causal", "q_batch_stride", "q_token_stride",
+    "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "queries", "window", "causal", "q_batch_stride", "q_token_stride",
     "q_head_stride", "rope_period", "total", "padded", "scale", "floor",
 ]  # fmt: skip
 
@@ -362,12 +343,12 @@ RUNTIME_INTEGERS = [
 def attention_kernel(
     q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
     scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
-    width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded,
+    width0, width1, page_stride0, page_stride1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr, RELEASE: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, OUTSTANDING: gl.constexpr, ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr, RELEASE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -384,14 +365,26 @@ def attention_kernel(
     )  # fmt: skip
     if RELEASE:
         gdc_launch_dependents()
-    sh = allocate_shared(ASYNC_ARRIVE, ROLLED)
+    sh = allocate_shared(ASYNC_ARRIVE, ROLLED, PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
-    gl.warp_specialize(
-        [
-            (consumer_right, (sh, keys, jobs, output, scale)),
-            (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-            (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if PAGED:
+        pages = Pages(kv0, kv1, page_stride0, page_stride1, STRIDE0, STRIDE1)
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -53,7 +53,7 @@ class Shared:
 
 
 @gluon.jit
-def allocate_shared(ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr):
+def allocate_shared(ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr, PAGED: gl.constexpr):
     """All of the CTA's shared memory: 64 KiB of q, 128 KiB of keys, 32 KiB of probabilities, statistics, barriers."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -97,9 +97,10 @@ def allocate_shared(ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr):
         t_all = t0
     threads: gl.constexpr = 128  # every producer thread signals its own copies
     readers: gl.constexpr = threads if ASYNC_ARRIVE else 1
+    writers: gl.constexpr = 1 if PAGED else threads
     full = (
-        allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
-        allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
+        allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers),
+        allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers),
     )  # fmt: skip
     empty = (
         allocate_barrier(readers), allocate_barrier(readers), allocate_barrier(readers), allocate_barrier(readers),

@@ -75,7 +75,7 @@ def launch(
     bgemm_kernel[(min(sms, count),)](
         TensorDescriptor.from_tensor(codes.view(groups * tokens, width), [form.tokens, 128], bytes_layout),
         TensorDescriptor.from_tensor(weight.view(groups * rows, width), [form.weight_rows, 128], bytes_layout),
-        TensorDescriptor.from_tensor(scales.view(-1), [form.tokens], flat_layout),
+        TensorDescriptor.from_tensor(scales.view(-1), [max(form.tokens, 32)], flat_layout),
         weight_scales.view(torch.uint8) if byte_weights else weight_scales,
         out,
         count,

@@ -209,7 +209,7 @@ def consumer(
                 next_w = scales.load(tiles, group, row_tile, gl.minimum(k + b + STEP, tiles.K_BLOCKS - 1))
                 if SWAP:
                     t = warpgroup_mma(w_tile.slice(R0, 64), x_tile.permute((1, 0)), t, use_acc=False, is_async=True)
-                    x = ring.scales.index(slot).load(SCALES)
+                    x = ring.scales.index(slot).slice(0, N).load(SCALES)
                 else:
                     part = w_tile.slice(R0, N).permute((1, 0))
                     t = warpgroup_mma(x_tile.slice(T0, ROWS), part, t, use_acc=False, is_async=True)
@@ -252,7 +252,8 @@ def consumer(
 @gluon.jit
 def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constexpr, PDL: gl.constexpr):
     """Stream both operands' blocks and the token scales through the ring."""
-    size: gl.constexpr = tiles.BLOCKS * (tiles.TOKENS * (BLOCK + 4) + tiles.WEIGHT_ROWS * BLOCK)
+    scale_bytes: gl.constexpr = 4 * ring.scales.shape[1]
+    size: gl.constexpr = tiles.BLOCKS * ((tiles.TOKENS + tiles.WEIGHT_ROWS) * BLOCK + scale_bytes)
     stage = gl.program_id(0) * 0
     phase = stage
     if PDL:
@@ -292,7 +293,8 @@ def bgemm_kernel(
     SLOTS: gl.constexpr = STAGES * BLOCKS
     x = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, TOKENS, BLOCK], x_rows.layout)
     w = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, WEIGHT_ROWS, BLOCK], w_rows.layout)
-    raw = gl.allocate_shared_memory(scale_rows.dtype, [SLOTS, TOKENS], scale_rows.layout)
+    # TMA writes to multiples of 128 bytes: at least 32 scales
+    raw = gl.allocate_shared_memory(scale_rows.dtype, [SLOTS, scale_rows.block_shape[0]], scale_rows.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
