@@ -21,6 +21,7 @@ _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors,
 # Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
 TUNING = {"OUTSTANDING": 1, "ASYNC_ARRIVE": True, "ROLLED": True, "RELEASE": False, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 72}
+WARM = None  # experiment: (tensor, first pair, pairs, 16 KiB blocks per pair and CTA)
 PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 80, "ROLLED": True}
 
 
@@ -118,6 +119,11 @@ def _launch(
     else:
         rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
         extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
+    if paged:  # the prefetch of an invalid key's row must hit memory
+        if kv.numel() == 0:
+            kv = kv.new_empty(1, page_sizes[0] * 584)
+        if extra_kv is not None and extra_kv.numel() == 0:
+            extra_kv = extra_kv.new_empty(1, page_sizes[1] * 584)
     if kv.numel() == 0 and not paged:
         kv = q  # no row of it is ever addressed
     if extra_kv is not None and extra_kv.numel() == 0 and not paged:
@@ -142,6 +148,7 @@ def _launch(
         q if lists is None or lists.length2 is None else lists.length2,
         q if lists is None or lists.bias is None else lists.bias,
         q if sink is None else sink.contiguous(),
+        q if WARM is None else WARM[0].view(torch.uint8),
         epilogue.cos if rope else q,
         epilogue.sin if rope else q,
         out,
@@ -161,6 +168,7 @@ def _launch(
         0 if lists is None else lists.width2,
         kv.stride(0) // 16 if paged else 0,
         extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
+        *(WARM[1:] if WARM is not None else (0, 0, 0)),
         queries,
         window,
         int(causal),
@@ -183,6 +191,7 @@ def _launch(
         STRIDE0=page_sizes[0] if paged else _row_stride(kv),
         STRIDE1=page_sizes[1] if paged else _row_stride(kv if extra_kv is None else extra_kv),
         PAGED=paged,
+        WARM=WARM is not None,
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .attention_epilogue import Output
-from .attention_pages import Pages, load_q, pages_producer
+from .attention_pages import PREFETCH_ASM, Pages, load_q, pages_producer
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
@@ -282,7 +282,7 @@ def gather_slot(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
+def producer(sh, keys, jobs, q, q_strides, warm, BATCHED: gl.constexpr, WARM: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WIDE))
@@ -297,6 +297,14 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
         load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
         for j in range(low, high):
             parity = (done & 1) ^ 1
+            if WARM:
+                base, start, count, size = warm
+                part = done - start
+                if (part >= 0) & (part < count):
+                    line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+                    for r in range(size):
+                        place = ((gl.program_id(0) * count + part) * size + r).to(gl.int64) * 16384 + line * 128
+                        gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l", [base + place], dtype=gl.int32, is_pure=False, pack=1)
             if sh.ROLLED:
                 for half in range(2):
                     tile = 2 * j + half
@@ -334,21 +342,23 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
 
 RUNTIME_INTEGERS = [
     "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
-    "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "queries", "window", "causal", "q_batch_stride", "q_token_stride",
+    "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "warm_start", "warm_count", "warm_bytes",
+    "queries", "window", "causal", "q_batch_stride", "q_token_stride",
     "q_head_stride", "rope_period", "total", "padded", "scale", "floor",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
 def attention_kernel(
-    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
+    q, kv0, kv1, index0, index1, length0, length1, bias, sink, warm, cos, sin, out, scales, lse,
     scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
-    width0, width1, page_stride0, page_stride1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded,
+    width0, width1, page_stride0, page_stride1, warm_start,
+    warm_count, warm_bytes, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, OUTSTANDING: gl.constexpr, ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr, RELEASE: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, WARM: gl.constexpr, OUTSTANDING: gl.constexpr, ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr, RELEASE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -383,7 +393,7 @@ def attention_kernel(
             [
                 (consumer_right, (sh, keys, jobs, output, scale)),
                 (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
+                (producer, (sh, keys, jobs, q, q_strides, (warm, warm_start, warm_count, warm_bytes), BATCHED, WARM)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -38,6 +38,7 @@ BASE = {
     "STRIDE0": 512,
     "STRIDE1": 512,
     "PAGED": False,
+    "WARM": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
 # name: (epilogue, constants, pointer types)
@@ -76,7 +77,7 @@ def attention_source(name: str):
         if argument in attention_kernel.RUNTIME_INTEGERS:
             types[argument] = "fp32" if argument in ("scale", "floor") else "i32"
         elif argument not in constants:
-            types.setdefault(argument, "*bf16")
+            types.setdefault(argument, "*u8" if argument == "warm" else "*bf16")
     return kernel, types, constants
 
 
