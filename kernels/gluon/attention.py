@@ -15,8 +15,7 @@ from .gate import HEAD_DIM
 TILE = 64
 LOG2E = 1.4426950408889634
 KINDS = {"plain": 0, "rope": 1, "quant": 2, "partial": 3}
-LIST_BYTES = 64 << 20  # of temporary key lists of a dense mask
-_LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if LIST_BYTES allows
+_LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if mask_lists.WORKSPACE_BYTES allows
 
 # Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
@@ -318,7 +317,7 @@ def launch_dense(
     """Attention of q [B, S, H, 512] over kv [B or 1, N, 512] with causality, sliding window and mask [B or 1, S, N].
 
     A mask is turned into lists of the visible keys, a chunk of queries at a time, so that the work is proportional to
-    what is attended and the temporary lists stay within LIST_BYTES. B * S must be positive.
+    what is attended and the temporary lists stay within mask_lists.WORKSPACE_BYTES. B * S must be positive.
     """
     batches, queries, heads, _ = q.shape
     total = batches * queries
@@ -338,13 +337,13 @@ def launch_dense(
             tuning=tuning,
         )
         return
-    from ..triton.mask_lists import visible_key_lists
+    from ..triton.mask_lists import rows_per_pass, visible_key_lists
 
     additive = mask.dtype != torch.bool
     width = keys + keys % 2
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    per_row = width * (4 + (mask.element_size() if additive else 0))
-    chunk = min(total, _LIST_WAVES * sms, max(1, LIST_BYTES // per_row // sms) * sms)
+    per_key = 4 + (mask.element_size() if additive else 0)
+    chunk = min(total, _LIST_WAVES * sms, max(1, rows_per_pass(width, per_key) // sms) * sms)
     index = torch.empty(chunk, width, dtype=torch.int32, device=q.device)
     bias = torch.empty(chunk, width, dtype=mask.dtype, device=q.device) if additive else None
     length = torch.empty(chunk, dtype=torch.int32, device=q.device)
@@ -354,12 +353,12 @@ def launch_dense(
             mask,
             token0,
             tokens,
-            kv_batches=kv.shape[0],
             causal=causal,
             window=window,
             index=index,
             bias=bias,
             length=length,
+            key_stride_batch=keys if kv.shape[0] > 1 else 0,
         )
         lists = _Lists(index, keys, length, bias)
         _launch(q, kv, sink, scale, epilogue, lists=lists, token0=token0, tokens=tokens, splits=splits, tuning=tuning)
