@@ -284,7 +284,7 @@ def gather_slot(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
 @gluon.jit
 def producer(sh, keys, jobs, q, q_strides, warm, BATCHED: gl.constexpr, WARM: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if sh.ROLLED else [2, 16], [4, 1], [1, 0])
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WIDE))
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE)), 0)
     done = 0
