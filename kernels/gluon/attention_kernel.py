@@ -180,12 +180,13 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
             last = j + 1 == high
             mbarrier.arrive(sh.q_empty, pred=last)
             s, term, m, l, oa, ob = left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING)
+        sink = output.load_sink(block)
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, 0)
+        output.finish(oa, ob, sums, m, sink, (), sh.p[0], block, token, split, 0)
         done += high - low
         turn += 1
 
@@ -249,12 +250,14 @@ def consumer_right(sh, keys, jobs, output, scale):
             release(sh, 7)
             oa = pin(oa)
             ob = pin(ob)
+        sink = output.load_sink(block)
+        rope = output.load_rope(token)
         sh.stats[3].store(l)
         mbarrier.arrive(sh.sum_ready[1])
         mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
         mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1)
-        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, 1)
+        output.finish(oa, ob, sums, m, sink, rope, sh.p[1], block, token, split, 1)
         done += high - low
         turn += 1
 
