@@ -23,12 +23,14 @@ from fusion_pass.kernels.reduction import KvSplitDecision
 from fusion_pass.kernels.triton import merge
 
 from benchmarks import harness
-from benchmarks.merge_inputs import HEAD_DIM, Problem, make_problem, serial_whole_row
+from benchmarks.merge_inputs import HEAD_DIM, READ_TILES, Problem, make_problem, read_only, serial_whole_row
 
 BATCHES = (1, 2, 4, 8, 16, 64)
 CONTEXTS = {"2K": 2048, "8K": 8192, "32K": 32768, "128K": 131072}
 HEADS = 128
-CALLS = 20
+CALLS = 60
+SAMPLE_US = 600.0  # per sample: an event pair costs microseconds
+FLOOR, FLOOR_BATCH = "read only", 2  # the floor is measured where KvSplit is in question
 
 
 def scenarios() -> dict[int, list[str]]:
@@ -71,15 +73,21 @@ def measure(problem: Problem, quantise: bool, replays: int) -> dict[str, harness
     bytes_read = problem.partials.numel() * problem.partials.element_size()
     calls = max(3, min(CALLS, int(2e9 / bytes_read)))
     work = {name: [partial(problem.call, decision, quantise)] * calls for name, decision in decisions.items()}
-    return harness.time_interleaved(work, replays=replays)
+    count, tokens = problem.partials.shape[:2]
+    if tokens <= FLOOR_BATCH:
+        floors = [tile for tile in READ_TILES if count >= 32 and count % tile[0] == 0]
+        work |= {f"{FLOOR}, tile {tile}": [partial(read_only, problem, tile)] * calls for tile in floors}
+    return harness.time_interleaved(work, replays=replays, min_us=SAMPLE_US)
 
 
 def summarise(timings: dict[str, harness.Timing]) -> dict[str, Any]:
     """Ratios of one row: what KvSplit wins over both serial forms, and how far the policy is from the best."""
-    plain = {name: timing for name, timing in timings.items() if "dependent" not in name}
+    plain = {n: timing for n, timing in timings.items() if "dependent" not in n and not n.startswith(FLOOR)}
+    floors = [timing for name, timing in timings.items() if name.startswith(FLOOR)]
+    floor = {"read_only_us": round(min(timing.us for timing in floors), 3)} if floors else {}
     candidates = {name: timing for name, timing in plain.items() if name != "policy"}
     best = min(candidates, key=lambda name: candidates[name].us)
-    return {
+    return floor | {
         "best": best,
         "whole_row_over_policy": round(harness.ratio(timings["serial, whole row"], timings["policy"]), 3),
         "best_serial_over_policy": round(harness.ratio(timings["serial, best"], timings["policy"]), 3),

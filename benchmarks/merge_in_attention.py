@@ -19,6 +19,8 @@ from benchmarks import harness
 from benchmarks.merge import HEADS, variants
 from benchmarks.merge_inputs import HEAD_DIM, Problem, make_problem
 
+DEPENDENT = "policy, dependent launch"
+
 
 def _attend(q, kv, indices, splits, problem: Problem, decision: KvSplitDecision) -> None:
     partials, lse = torch.ops.fusion_pass.attention_partials(q, kv, indices, HEAD_DIM**-0.5, splits)
@@ -30,13 +32,14 @@ def run(args: argparse.Namespace) -> list[dict]:
     rows = []
     pool = torch.empty(128 * HEADS * HEAD_DIM, device="cuda")
     for tokens, keys, splits in ((1, 1152, 18), (2, 1152, 18), (4, 1152, 16), (1, 4096, 64), (1, 8192, 128)):
-        calls: dict[str, list] = {"serial, whole row": [], "serial, best": [], "policy": []}
+        calls: dict[str, list] = {"serial, whole row": [], "serial, best": [], "policy": [], DEPENDENT: []}
         for _ in range(8):
             q = torch.randn(tokens, HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
             kv = torch.randn(2 * keys, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
             indices = torch.randint(0, 2 * keys, (tokens, keys), device="cuda", dtype=torch.int32)
             problem = make_problem(splits, tokens * HEADS, torch.float32, pool)
             choices = variants(problem, True)
+            choices[DEPENDENT] = replace(choices["policy"], pdl=True)
             for name, works in calls.items():
                 works.append(partial(_attend, q, kv, indices, splits, problem, choices[name]))
         timings = harness.time_interleaved(calls, replays=args.replays)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import triton
+import triton.language as tl
 from fusion_pass.kernels.reduction import KV_SPLITS, KvSplitDecision
 from fusion_pass.kernels.triton import merge
 from fusion_pass.kernels.triton.epilogue import quant_mode
@@ -73,25 +75,64 @@ def _tiles(kv_split: int, rows: int, element_size: int) -> list[tuple[int, int]]
         narrow, wide = [(128, 1), (256, 1)], [(256, 1), (512, 512 // lane), (512, 1)]
         return narrow if rows <= 128 else wide if rows >= 1024 else [(128, 1), *wide]
     if kv_split == 16:
-        return [(512, 512 // lane), (512, 1024 // lane)]
+        found = [(512, 512 // lane), (512, 1024 // lane)]
+        return [*found, (256, 512 // lane)] if rows <= 256 else found
     found = [(lane, 1), (512, 512 // lane)]
     return found if kv_split == 2 or element_size == 2 else [*found, (256, 2)]
 
 
+# Most partials per group that a kernel without a loop is compiled for: longer ones take half a minute to compile.
+MOST_UNROLLED = 16
+# Partials per group in one batch of loads of such a kernel, by KvSplit.
+BATCHES = {4: (2, 4), 8: (1, 2, 4), 16: (1, 2)}
+
+
 def candidates(num_partials: int, rows: int, element_size: int) -> list[KvSplitDecision]:
-    """Layouts to measure: each tile with all partials in one batch of loads where registers allow it, and as a loop."""
+    """Layouts to measure: each tile with all partials in one batch of loads where registers allow it, in batches
+    unrolled at compile time (few rows only: there it pays), and as a loop."""
     found = []
     for kv_split in (k for k in KV_SPLITS if k <= num_partials):
         one_batch = 18 if kv_split == 1 else 32 // kv_split
-        steps = merge.unrolled_steps(num_partials, kv_split, one_batch)
+        steps = merge.unrolled_steps(num_partials, kv_split, MOST_UNROLLED)
+        single = merge.unrolled_steps(num_partials, kv_split, one_batch)
         loops = {1: (8,), 2: (4, 8), 4: (2, 4), 8: (1, 2), 16: (1,)}[kv_split]
         for width, warps in _tiles(kv_split, rows, element_size):
-            if steps:
+            if single:
                 found.append(KvSplitDecision(kv_split, "one batch", width, warps, loops[0], one_batch))
-            if not steps or (num_partials > 12 and kv_split > 1):
-                for unroll in loops if not steps else loops[:1]:
+            if steps and rows <= 256 and num_partials >= 32:
+                for batch in BATCHES.get(kv_split, ()):
+                    if batch < steps or not single:
+                        decision = KvSplitDecision(kv_split, "unrolled", width, warps, loops[0], MOST_UNROLLED)
+                        found.append(replace(decision, batch=batch))
+            if not single or (num_partials > 12 and kv_split > 1):
+                for unroll in loops if not single else loops[:1]:
                     found.append(KvSplitDecision(kv_split, "loop", width, warps, unroll, 0))
     return found
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _read_only(partials, out, rows, STEPS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    row = tl.program_id(0)
+    channel = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros([GROUPS, WIDTH], tl.float32)
+    for step in tl.static_range(STEPS):
+        slot = step * GROUPS + tl.arange(0, GROUPS)
+        total += tl.load(partials + (slot * rows + row).to(tl.int64)[:, None] * D + channel[None, :])
+    tl.store(out + row.to(tl.int64) * D + channel, tl.sum(total, 0))
+
+
+READ_TILES = ((16, 512, 8), (16, 256, 4), (8, 512, 4))  # (partials side by side, channels, warps)
+
+
+def read_only(problem: Problem, tile: tuple[int, int, int]) -> None:
+    """The least a merge can do: read every partial once (and add it up), with the grid of ``tile``. The number of
+    partials must be a multiple of the tile's."""
+    count, tokens, heads, dim = problem.partials.shape
+    groups, width, warps = tile
+    _read_only[(tokens * heads, dim // width)](
+        problem.partials, problem.out, tokens * heads, STEPS=count // groups, GROUPS=groups, WIDTH=width, D=dim,
+        num_warps=warps,
+    )  # fmt: skip
 
 
 def serial_whole_row(unroll: int) -> KvSplitDecision:

@@ -26,6 +26,7 @@ from .programs import rewrite
 from .report import FusedChain, GatedChain, NearMiss, Report
 from .store import clear_reports, reports
 from .version import __version__
+from .warming import WarmUp, warmup
 
 _register()
 
@@ -35,6 +36,7 @@ __all__ = [
     "GatedChain",
     "NearMiss",
     "Report",
+    "WarmUp",
     "__version__",
     "clear_reports",
     "enabled",
@@ -46,4 +48,5 @@ __all__ = [
     "rewrite",
     "uninstall",
     "unregister_pattern",
+    "warmup",
 ]

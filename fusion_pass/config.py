@@ -51,8 +51,9 @@ class Config:
         ``FUSION_PASS_VERIFY``, else off.
     strict: raise instead of leaving a graph unfused when the pass itself fails.
     check_inputs: ops check index ranges on the device before they run (slow: for debugging).
-    o_proj: ``"as_written"`` keeps the numbers of the source; ``"fp8"`` turns a bf16 output projection into its FP8
-        form, which changes the numbers.
+    o_proj: ``"as_written"`` keeps the numbers of the source; ``"fp8"`` computes a bf16 output projection that has FP8
+        weights at hand (``fusion_pass.models.attach_fp8_weights``) in FP8, which changes the numbers: the report says
+        where.
     inner: what compiles the rewritten graph: ``"inductor"``, ``"aot_eager"`` (run the traced graph) or ``"eager"`` (run
         it node by node).
     batch_invariant: results of a token do not depend on which other tokens share its batch (no split that depends on

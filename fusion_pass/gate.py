@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from .config import Config
+from .elements.moves import is_float_cast, is_move
 from .recognise.chain_types import Chain
 
 BLOCKS = (128, 32)
@@ -34,6 +36,40 @@ def device_note(device: torch.device) -> str:
     return f"sm_{major}{minor}, triton {triton.__version__}: Triton kernels"
 
 
+def partition_gate(heads: int, groups: int, world_size: int) -> Decision:
+    """May ``heads`` heads in ``groups`` output groups be split over ``world_size`` ranks? Every rank needs whole
+    groups: then attention, rotation, quantisation and projection of a group stay on one rank.
+    """
+    if world_size < 1 or groups < 1 or heads < 1 or heads % groups:
+        return Decision(False, f"{heads} heads in {groups} groups over {world_size} ranks: expected positive numbers, "
+                               "and heads divisible by groups")
+    if groups % world_size:
+        return Decision(False, f"{world_size} ranks split a group: o_groups = {groups} is not divisible by "
+                               f"{world_size}, so a rank would project a part of a group only; use a number of ranks "
+                               f"that divides {groups}")
+    return Decision(True, f"{groups // world_size} of {groups} groups and {heads // world_size} of {heads} heads on "
+                          f"each of {world_size} ranks")
+
+
+_SUMS = frozenset(("all_reduce", "all_reduce_", "reduce_scatter_tensor", "all_reduce_coalesced"))
+
+
+def _summed_over_ranks(node: fx.Node) -> fx.Node | None:
+    """A collective that sums ``node`` (through moves and casts) over ranks, before anything else reads it."""
+    stack, seen = [node], set()
+    while stack:
+        for user in stack.pop().users:
+            if user in seen or user.op != "call_function":
+                continue
+            seen.add(user)
+            if getattr(user.target, "namespace", "") in ("_c10d_functional", "c10d_functional", "c10d") and (
+                    user.target._opname in _SUMS):
+                return user
+            if is_move(user) or is_float_cast(user):
+                stack.append(user)
+    return None
+
+
 def compile_time_gate(chain: Chain, config: Config) -> Decision:
     """Decide from shapes, dtypes, the device and the configuration."""
     rotation, grouping = chain.rotation, chain.grouping
@@ -48,6 +84,11 @@ def compile_time_gate(chain: Chain, config: Config) -> Decision:
     if chain.quantisation is not None and rotation.head_dim % chain.quantisation.block:
         return Decision(False, f"head_dim {rotation.head_dim} is no multiple of the quantisation block "
                                f"{chain.quantisation.block}")
+    for anchor in chain.anchors:
+        collective = _summed_over_ranks(anchor.node)
+        if collective is not None:
+            return Decision(False, f"a group is split over ranks: {collective.name} adds the ranks' parts of the "
+                                   "grouped projection (o_groups is not divisible by the number of ranks)")
     if value.requires_grad:
         return Decision(False, "autograd needs the intermediate values (trace under no_grad or inference_mode)")
     if chain.attention is not None and chain.attention.form == "partials":

@@ -9,34 +9,55 @@ import torch.fx as fx
 
 # Marks a declared op whose written-out form is read instead (see recognise.declared): no reader, whatever it reads.
 WRITTEN_OUT = "fusion_pass_written_out"
+_METADATA_CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
 def is_metadata_check(node: fx.Node) -> bool:
     """torch.export's check that a value computed in the graph has the dtype it was traced with: it needs the value only
     as long as somebody else does."""
-    return (node.op == "call_function" and node.target is torch.ops.aten._assert_tensor_metadata.default
+    return (node.op == "call_function" and node.target is _METADATA_CHECK
             and not node.users and node.args[0].op == "call_function")
 
 
 def drop_needless_checks(graph: fx.Graph) -> None:
     """Erase the metadata checks of values that nobody else reads, so that the values can go."""
+    checks = [n for n in graph.find_nodes(op="call_function", target=_METADATA_CHECK) if is_metadata_check(n)]
+    if not checks:
+        return
     live = live_nodes(graph, ())
-    for node in list(graph.nodes):
-        if is_metadata_check(node) and node.args[0] not in live:
+    for node in checks:
+        if node.args[0] not in live:
             graph.erase_node(node)
+
+
+class Purity:
+    """Which nodes must stay whether or not their value is used (torch's own rule), asked once per operator: it is a
+    property of the overload, and asking every node of a graph costs more than all else that is linear in nodes."""
+
+    def __init__(self) -> None:
+        self.impure_overloads: dict[torch._ops.OpOverload, bool] = {}
+
+    def is_impure(self, node: fx.Node) -> bool:
+        if node.op in ("output", "placeholder"):
+            return True
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return node.is_impure()
+        known = self.impure_overloads.get(node.target)
+        if known is None:
+            known = self.impure_overloads[node.target] = node.is_impure()
+        return known
 
 
 def is_impure(node: fx.Node) -> bool:
     """Must stay whether or not its value is used."""
-    if is_metadata_check(node):
-        return False
-    return node.op in ("output", "placeholder") or node.is_impure()
+    return not is_metadata_check(node) and Purity().is_impure(node)
 
 
 def live_nodes(graph: fx.Graph, cut: Iterable[fx.Node], needed: Iterable[fx.Node] = ()) -> set[fx.Node]:
     """Nodes that are still needed when the values of ``cut`` come from elsewhere and ``needed`` are read."""
     cut = set(cut)
-    stack = [n for n in graph.nodes if is_impure(n)] + list(needed)
+    purity = Purity()
+    stack = [n for n in graph.nodes if purity.is_impure(n) and not is_metadata_check(n)] + list(needed)
     live: set[fx.Node] = set()
     while stack:
         node = stack.pop()

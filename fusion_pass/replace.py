@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx as fx
 
+from .config import Config
 from .elements.layouts import Axis, Builder
 from .elements.moves import is_float_cast, is_move
 from .elements.sizes import Sizes
@@ -23,7 +24,7 @@ from .recognise.attention_emit import AttentionOperands, GatheredOperands, Merge
 from .recognise.chain_types import Chain
 from .recognise.refusal import Refused, source_line
 from .recognise.rotation import Table
-from .replace_product import replace_product
+from .replace_product import modes, replace_product
 from .strides import propagate_strides, same_shape
 
 aten = torch.ops.aten
@@ -117,10 +118,10 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
 class ChainWriter:
     """Writes the fused op and its operands before the chain's rotation node."""
 
-    def __init__(self, chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts, kv_split: int | None = None):
+    def __init__(self, chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts, config: Config):
         self.chain = chain
         self.facts = facts
-        self.kv_split = kv_split
+        self.config = config
         # The scales are computed before the codes; everything new stands before both.
         self.builder = Builder(graph, sizes, _scale_node(chain) or chain.rotation.node)
 
@@ -225,14 +226,15 @@ class ChainWriter:
             name = "inverse_rope"
             args = [output, *tables, groups]
         kwargs: dict = {"stat_scale": operands.stat_scale} if isinstance(operands, MergeOperands) else {**pools}
-        if isinstance(operands, MergeOperands) and self.kv_split is not None:
-            kwargs["kv_split"] = self.kv_split
+        if isinstance(operands, MergeOperands) and self.config.kv_split is not None:
+            kwargs["kv_split"] = self.config.kv_split
         if isinstance(operands, MergeOperands) and chain.quantisation is None:
             kwargs["out_dtype"] = chain.rotation.node.meta["val"].dtype
         if chain.quantisation is not None:
             name += "_quant"
             args += [chain.quantisation.block, chain.quantisation.rule, chain.quantisation.floor, False]
         op = getattr(torch.ops.fusion_pass, name).default
+        kwargs |= modes(op, self.config)
         return Replaced(f"fusion_pass.{name}", self.builder.call(op, *args, **kwargs))
 
     def natural(self, operands: MergeOperands) -> MergeOperands:
@@ -308,17 +310,17 @@ def _floats(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts,
-                  validate: Callable[[fx.Node, fx.Node], fx.Node] | None = None,
-                  kv_split: int | None = None) -> Replaced | Refused:
-    """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code). ``kv_split``: upper
-    bound for a merge op.
+                  config: Config, validate: Callable[[fx.Node, fx.Node], fx.Node] | None = None
+                  ) -> Replaced | Refused:
+    """Replace the chain in its graph. On a Refused the graph holds unused nodes only (dead code). ``config`` gives the
+    upper bound of a merge op's groups and the modes of the ops.
 
     ``validate(old, new)`` may put a node behind both that decides at run time which of the two goes on.
     """
     refused = check_legality(chain, facts)
     if refused is not None:
         return refused
-    writer = ChainWriter(chain, graph, sizes, facts, kv_split)
+    writer = ChainWriter(chain, graph, sizes, facts, config)
     replaced = writer.fused()
     if isinstance(replaced, Refused):
         return replaced
@@ -330,7 +332,7 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts
         codes = writer.builder.call(operator.getitem, replaced.node, 0)
         scales = writer.builder.call(operator.getitem, replaced.node, 1)
         if chain.weight is not None:
-            news = replace_product(chain, writer.builder, codes, scales) or {rotation.node: None}
+            news = replace_product(chain, writer.builder, codes, scales, config) or {rotation.node: None}
             replaced = Replaced(replaced.op + " + fusion_pass.fp8_bgemm", replaced.node)
         elif quantisation.scales is None:
             news = {rotation.node: writer.arranged(writer.dequantised(codes, scales), channels, rotation.node)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.fx as fx
 
+from .config import Config
 from .elements.layouts import Builder
 from .elements.moves import is_float_cast, is_move
 from .recognise.chain_types import Chain
@@ -14,7 +15,15 @@ TURNS = (aten.permute.default, aten.transpose.int)
 VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.Node) -> dict[fx.Node, fx.Node] | None:
+def modes(op: torch._ops.OpOverload, config: Config) -> dict[str, bool]:
+    """The modes of ``config`` that ``op`` takes, as keyword arguments; those that are off are left out."""
+    asked = {"batch_invariant": config.batch_invariant, "check_inputs": config.check_inputs}
+    known = {argument.name for argument in op._schema.arguments}
+    return {name: True for name, is_asked in asked.items() if is_asked and name in known}
+
+
+def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.Node, config: Config
+                    ) -> dict[fx.Node, fx.Node] | None:
     """The node that goes (the contraction, or the only rounding of its result), and ``fp8_bgemm`` in its layout.
 
     The op rounds its fp32 sum once, to the dtype that the source rounds to. None when the weight cannot be viewed.
@@ -28,8 +37,9 @@ def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.N
     if w is None or s is None:
         return None
     s = builder.view(s, [a.size for a in weight.scales.axes])
-    out = builder.call(torch.ops.fusion_pass.fp8_bgemm.default, codes, scales, w, s, chain.quantisation.block,
-                       weight.block, last.meta["val"].dtype)
+    op = torch.ops.fusion_pass.fp8_bgemm.default
+    out = builder.call(op, codes, scales, w, s, chain.quantisation.block, weight.block, last.meta["val"].dtype,
+                       **modes(op, config))
     tokens_first = anchor.contraction.lhs is anchor.node.args[0]
     out = builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
     before = anchor.node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -55,16 +56,8 @@ def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[],
         if settled:
             break
         restore(gm, before)         # with another plan for the declared ops
-    report.notes += _unheeded(config)
     report.seconds = time.perf_counter() - started
     return report
-
-
-def _unheeded(config: Config) -> list[str]:
-    """Options that this version accepts and cannot honour yet: better said than silently ignored."""
-    asked = {"o_proj='fp8'": config.o_proj == "fp8", "batch_invariant": config.batch_invariant,
-             "check_inputs": config.check_inputs}
-    return [f"Config({name}) has no effect in this version" for name, is_asked in asked.items() if is_asked]
 
 
 def _run(gm: fx.GraphModule, config: Config, plan: Plan,
@@ -93,13 +86,34 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
                         "first (torch.func.functionalize, or make_fx under it)", mutation)
                     report.near_misses.append(_near_miss(outcome))
                     continue
-                changed |= _handle(chain, gm, sizes, facts, config, report)
+                if _handle(chain, gm, sizes, facts, config, report):
+                    changed = True
+                    _note_numbers(chain, declared, config, report)
         for refused in findings.refused:
             if not refused.silent:
                 report.near_misses.append(_near_miss(refused))
         settled = declared.settle(changed, plan)
         report.notes += declared.notes()
     return report, settled
+
+
+def _note_numbers(chain: Chain, declared: DeclaredOps, config: Config, report: Report) -> None:
+    """What became of ``Config(o_proj="fp8")`` at a chain that was just fused: it changes the numbers, and says so."""
+    if config.o_proj != "fp8":
+        return
+    if declared.changes_numbers(chain.anchors[0].node):
+        fused = report.fused[-1]
+        report.fused[-1] = dataclasses.replace(
+            fused, gate=f"{fused.gate}; o_proj='fp8': numbers changed, the source computes this projection with "
+            "unquantised weights")
+        note = "o_proj='fp8': numbers changed, projections with FP8 weights at hand are computed in FP8"
+    elif chain.quantisation is None:
+        note = ("o_proj='fp8': no FP8 weights at hand for a projection, which stays as written: attach them with "
+                "fusion_pass.models.attach_fp8_weights(model)")
+    else:
+        return
+    if note not in report.notes:
+        report.notes.append(note)
 
 
 def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, config: Config,
@@ -121,7 +135,7 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
         pending.append(validation.reserve())
     twice = kept_alive(chain, facts)
     with _recording(gm.graph) as new:
-        outcome = replace_chain(chain, gm.graph, sizes, facts, validate if pending else None, config.kv_split)
+        outcome = replace_chain(chain, gm.graph, sizes, facts, config, validate if pending else None)
     if isinstance(outcome, Refused):
         for node in reversed(new):
             if not node.users:
@@ -136,6 +150,9 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     gate = decision.reason
     if twice is not None:
         gate += f"; {twice.name} is read by others too, so the source's part up to there stays and is computed as well"
+    if config.batch_invariant:
+        own = "fp8_bgemm" in outcome.op
+        gate += "; batch invariant: keys not split, fixed tiles" + ("" if own else " (the projection is torch's own)")
     fused = FusedChain(
         roles=chain.roles, quant=None if quantisation is None else quantisation.rule,
         group=None if quantisation is None else quantisation.block, op=outcome.op, where=where, gate=gate)

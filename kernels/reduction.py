@@ -29,6 +29,9 @@ KV_SPLITS = (1, 2, 4, 8, 16)
 CTA_THREADS = 512
 CHANNELS_PER_THREAD = 8
 
+# A KvSplit is taken over the serial loop only if it was measured faster by more than the spread of a measurement.
+NOISE = 0.02
+
 # Modules of .tuning, by (compute capability, SM count).
 _TABLES = {((9, 0), 132): "merge_sm90"}
 
@@ -39,8 +42,9 @@ class KvSplitDecision:
 
     kv_split: concurrent groups (1 = the serial loop). reason: the condition that decided. width: channels of a row per
     CTA. num_warps: warps per CTA. unroll: partials per group in one batch of loads of the run-time loop. unroll_limit:
-    partials per group up to which all of them are one batch, without a loop. pdl: launch dependent on the kernel before
-    (where the device can).
+    partials per group up to which there is no loop: everything is unrolled when the kernel is compiled. pdl: launch
+    dependent on the kernel before (where the device can). batch: partials per group in one batch of loads of the
+    unrolled form (0: all of them are one batch).
     """
 
     kv_split: int
@@ -50,6 +54,7 @@ class KvSplitDecision:
     unroll: int = 8
     unroll_limit: int = 18
     pdl: bool = False
+    batch: int = 0
 
 
 def _width(head_dim: int, limit: int) -> int:
@@ -125,7 +130,7 @@ def _nearest(values, wanted: int) -> int:
 
 
 def _measured(by_rows: Mapping, num_partials: int, rows: int) -> tuple[int, int, dict[int, tuple]] | None:
-    """(rows, partials, {kv_split: (us, width, warps, unroll, unroll_limit)}) of the nearest measured point."""
+    """(rows, partials, {kv_split: (us, width, warps, unroll, unroll_limit, batch)}) of the nearest measured point."""
     if not by_rows:
         return None
     near_rows = _nearest(by_rows, rows)
@@ -176,9 +181,12 @@ def choose_kv_split(
         )
     near_rows, near_partials, choices = found
     kv_split = min(choices, key=lambda k: choices[k][0])
+    if choices[kv_split][0] > (1 - NOISE) * choices[1][0]:
+        kv_split = 1
     where = f"measured on {table.DEVICE} at {near_partials} partials x {near_rows} rows"
     if kv_split == 1:
-        reason = f"serial loop: {where}, no KvSplit is faster than {choices[1][0]:.2f} us"
+        best = min(entry[0] for entry in choices.values())
+        reason = f"serial loop: {where}, {choices[1][0]:.2f} us, no KvSplit is clearly faster (best {best:.2f})"
     else:
         reason = f"{where} (warps, not CTAs, bound the grid): {choices[kv_split][0]:.2f} us, serial {choices[1][0]:.2f}"
     return _from_entry(kv_split, choices[kv_split], reason, rows, table)
@@ -188,12 +196,17 @@ def measured_layouts(by_rows: Mapping, num_partials: int, rows: int) -> dict[int
     """{KvSplit: its fastest layout} at the measured point nearest to these sizes (for benchmarks)."""
     near_rows, near_partials, choices = _measured(by_rows, num_partials, rows)
     where = f"measured at {near_partials} partials x {near_rows} rows"
-    return {k: KvSplitDecision(k, where, *entry[1:]) for k, entry in choices.items()}
+    return {k: _layout(k, where, entry) for k, entry in choices.items()}
 
 
 def _from_entry(kv_split: int, entry: tuple, reason: str, rows: int, table) -> KvSplitDecision:
-    _, width, warps, unroll, unroll_limit = entry
-    return KvSplitDecision(kv_split, reason, width, warps, unroll, unroll_limit, pdl=rows <= table.PDL_MAX_ROWS)
+    return replace(_layout(kv_split, reason, entry), pdl=rows <= table.PDL_MAX_ROWS)
+
+
+def _layout(kv_split: int, reason: str, entry: tuple) -> KvSplitDecision:
+    """A table entry (us, width, warps, unroll, unroll_limit[, batch]) as a decision."""
+    _, width, warps, unroll, unroll_limit, *batch = entry
+    return KvSplitDecision(kv_split, reason, width, warps, unroll, unroll_limit, batch=batch[0] if batch else 0)
 
 
 def cap_bound(bound: int | None, cap: int | None) -> int | None:

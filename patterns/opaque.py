@@ -13,7 +13,7 @@ results followed by the new values of the arguments that the op changes in place
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class OpaqueOp:
     versions: releases the row was written for. roles: what it computes, in dataflow order. source: where that is
     documented. expand: see the module. known: positions of arguments whose *values* matter and must follow from the
     graph; ``requires(shapes, values)`` gets the shapes of all arguments and those values, and returns a reason against
-    writing the op out, or None. label: name that the user registered it under.
+    writing the op out, or None. label: name that the user registered it under. expand_fp8: what it computes with
+    ``Config(o_proj="fp8")``, where that differs: other numbers, on request.
     """
 
     name: str
@@ -46,6 +47,13 @@ class OpaqueOp:
     known: tuple[int, ...] = ()
     requires: Requires | None = None
     label: str = ""
+    expand_fp8: Callable[..., tuple] | None = None
+
+    def under(self, o_proj: str) -> OpaqueOp:
+        """The row as ``Config(o_proj=...)`` wants it."""
+        if o_proj != "fp8" or self.expand_fp8 is None:
+            return self
+        return replace(self, expand=self.expand_fp8, roles=("fp8_quant", "bgemm"))
 
     @property
     def rules(self) -> frozenset[str]:
@@ -83,6 +91,8 @@ ROWS: tuple[OpaqueOp, ...] = (
              "tensorrt_llm/_torch/auto_deploy (sparse attention with compressor operands)", None),
     OpaqueOp("sglang::fp8_wo_a_group_major_quant_ue8m0", "0.5", ("fp8_quant",),
              "sglang kernels, dsv4 fp8_wo_a_group_major_quant", engines.sglang_wo_a_quant),
+    OpaqueOp("fusion_pass::grouped_linear_with_fp8", "this package", ("bgemm",), "fusion_pass/models/two_forms.py",
+             libraries.grouped_linear_as_written, expand_fp8=libraries.grouped_linear_in_fp8),
 )
 
 _BY_NAME = {row.name: row for row in ROWS if not row.name.startswith("*::")}
@@ -93,7 +103,8 @@ _OURS = frozenset(("aten", "prims", "prim", "fusion_pass", "inductor_prims", "in
 
 def declared(target: Any) -> OpaqueOp | None:
     """The row of an operator (an ``OpOverload``), or None."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace in _OURS:
+    if not isinstance(target, torch._ops.OpOverload) or (
+            target.namespace in _OURS and target._schema.name not in _BY_NAME):
         return None
     name = target._schema.name
     row = _REGISTERED.get(name) or _BY_NAME.get(name)

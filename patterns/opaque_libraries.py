@@ -8,11 +8,11 @@ import math
 import torch
 from torch import Tensor
 
-from .bgemm import dequantise_weight
+from .bgemm import bgemm, dequantise_weight
 from .fmha import gathered
 from .fp8_quant import dequantise, fp8_quant
 from .kv_merge import kv_merge
-from .written_out import NotExpanded
+from .written_out import NotExpanded, fp8_product
 
 
 def matmul_grouped(
@@ -31,6 +31,23 @@ def matmul_grouped(
     values = dequantise(codes, factors, block)
     product = torch.bmm(values, dequantise_weight(w, scales, block).transpose(1, 2))
     return (product.to(x.dtype).view(x.shape[0], rows),)
+
+
+def grouped_linear_as_written(
+    x: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, block: int = 128, scale_rule: str = "ue8m0",
+    floor: float = 1e-12,
+) -> tuple[Tensor]:
+    """x [T, G, K], weight [G, R, K] of its dtype: [T, G, R]; the weight's FP8 form is not looked at."""
+    return (bgemm(x, weight),)
+
+
+def grouped_linear_in_fp8(
+    x: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, block: int = 128, scale_rule: str = "ue8m0",
+    floor: float = 1e-12,
+) -> tuple[Tensor]:
+    """The same with the weight's FP8 form, codes [G, R, K] with scales [G, R/block, K/block], and ``x`` quantised."""
+    activation, factors = fp8_quant(x, block, scale_rule, floor)
+    return (fp8_product(activation, factors, codes, scales, block, block).to(x.dtype),)
 
 
 def equal_groups(shapes: list[tuple[int, ...] | None], values: dict[int, Tensor]) -> str | None:

@@ -175,7 +175,8 @@ def declared() -> str:
     """Declared ops of libraries and engines, with the tests that run each."""
     from fusion_pass.patterns import opaque
 
-    tests = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("tests/patterns/*.py"))}
+    files = sorted([*ROOT.glob("tests/patterns/*.py"), *ROOT.glob("tests/models/*.py")])
+    tests = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     rows = []
     for row in opaque.ROWS:
         name = row.name.partition("::")[2]

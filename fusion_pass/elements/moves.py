@@ -56,18 +56,30 @@ CASTS = {aten._to_copy.default, prims.convert_element_type.default, aten.to.dtyp
 
 def unravel(index: torch.Tensor, shape: tuple[int, ...]) -> list[torch.Tensor]:
     """Row-major index -> one coordinate vector per dimension."""
-    coordinates = []
-    for size in reversed(shape):
-        coordinates.append(index % size)
-        index = index // size
+    # Division is what costs here: none for dimensions of one element, and none for the outermost dimension.
+    coordinates: list[torch.Tensor] = []
+    zero = torch.zeros_like(index)
+    wide = [dim for dim, size in enumerate(shape) if size != 1]
+    outermost = wide[0] if wide else -1
+    for dim in reversed(range(len(shape))):
+        if shape[dim] == 1:
+            coordinates.append(zero)
+        elif dim == outermost:
+            coordinates.append(index)
+        else:
+            quotient = torch.floor_divide(index, shape[dim])
+            coordinates.append(torch.sub(index, quotient, alpha=shape[dim]))
+            index = quotient
     return coordinates[::-1]
 
 
 def ravel(coordinates: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
     """One coordinate vector per dimension -> row-major index."""
-    index = torch.zeros_like(coordinates[0]) if coordinates else torch.zeros((), dtype=torch.int64)
-    for coordinate, size in zip(coordinates, shape):
-        index = index * size + coordinate
+    if not coordinates:
+        return torch.zeros((), dtype=torch.int64)
+    index = coordinates[0]
+    for coordinate, size in zip(coordinates[1:], shape[1:]):
+        index = index * size + coordinate if size != 1 else index
     return index
 
 
@@ -84,9 +96,9 @@ def broadcast_index(index: torch.Tensor, shape: tuple[int, ...], source_shape: t
 
 def _strided(index: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     result = torch.full_like(index, view.storage_offset())
-    for coordinate, stride in zip(unravel(index, tuple(view.shape)), view.stride()):
-        if stride:
-            result = result + coordinate * stride
+    for size, coordinate, stride in zip(view.shape, unravel(index, tuple(view.shape)), view.stride()):
+        if stride and size != 1:
+            result = torch.add(result, coordinate, alpha=stride)
     return result
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from .fp8_linear import FP8GroupedLinear, quantize_activation, quantize_weight, replace_grouped_linear
 from .random_deepseek_v4 import random_deepseek_v4
+from .tensor_parallel import split_attention
+from .two_forms import GroupedLinearWithFP8, attach_fp8_weights
 
 __all__ = [
     "FP8GroupedLinear",
+    "GroupedLinearWithFP8",
+    "attach_fp8_weights",
     "quantize_activation",
     "quantize_weight",
     "random_deepseek_v4",
     "replace_grouped_linear",
+    "split_attention",
 ]

@@ -61,8 +61,9 @@ def quantize_weight(
 class FP8GroupedLinear(nn.Module):
     """Block-diagonal linear on FP8 codes: [..., G, K] x [G, R, K] -> [..., G, R], in the dtype of the input.
 
-    weight: [G, R, K] float8_e4m3fn. weight_scale: [G, ceil(R/128), K/128] float32. scale_rule: of the activation; the
-    weight's scales are taken as they are.
+    weight: [G, R, K] float8_e4m3fn. weight_scale: [G, ceil(R/block), K/block] float32. scale_rule: of the activation;
+    the weight's scales are taken as they are. block: width of the activation's blocks and side of the weight's: 128 in
+    DeepSeek-V4, 32 in V4.1.
 
     With power-of-two scales on both sides a dequantised value is exact in bfloat16, and the product is taken there
     (with float32 accumulation, as bmm does); otherwise in float32. Moving the module to another dtype leaves weights
@@ -72,14 +73,15 @@ class FP8GroupedLinear(nn.Module):
     weight: Tensor
     weight_scale: Tensor
 
-    def __init__(self, weight: Tensor, weight_scale: Tensor, scale_rule: str = "fp32", *, floor: float = 1e-12) -> None:
+    def __init__(self, weight: Tensor, weight_scale: Tensor, scale_rule: str = "fp32", *, floor: float = 1e-12,
+                 block: int = BLOCK) -> None:
         super().__init__()
         _check_rule(scale_rule)
         if weight.dtype != E4M3:
             raise TypeError(f"FP8GroupedLinear: expected float8_e4m3fn weights, got {weight.dtype}: use from_linear")
         groups, rows, columns = weight.shape
-        expected = (groups, -(-rows // BLOCK), columns // BLOCK)
-        if weight_scale.dtype != torch.float32 or tuple(weight_scale.shape) != expected or columns % BLOCK:
+        expected = (groups, -(-rows // block), columns // block)
+        if weight_scale.dtype != torch.float32 or tuple(weight_scale.shape) != expected or columns % block:
             raise ValueError(
                 f"FP8GroupedLinear: expected float32 scales of shape {expected} for weights {tuple(weight.shape)}, "
                 f"got {weight_scale.dtype} {tuple(weight_scale.shape)}"
@@ -88,19 +90,22 @@ class FP8GroupedLinear(nn.Module):
         self.register_buffer("weight_scale", weight_scale)
         self.scale_rule = scale_rule
         self.floor = floor
+        self.block = block
         self.n_groups = groups
 
     @classmethod
-    def from_linear(cls, weight: Tensor, n_groups: int, scale_rule: str = "fp32") -> FP8GroupedLinear:
+    def from_linear(cls, weight: Tensor, n_groups: int, scale_rule: str = "fp32", *, block: int = BLOCK
+                    ) -> FP8GroupedLinear:
         """Quantise a stacked weight [G*R, K] of any float dtype."""
-        codes, scale = quantize_weight(weight.detach().reshape(n_groups, -1, weight.shape[-1]), scale_rule)
-        return cls(codes, scale, scale_rule)
+        stacked = weight.detach().reshape(n_groups, -1, weight.shape[-1])
+        codes, scale = quantize_weight(stacked, scale_rule, block=block)
+        return cls(codes, scale, scale_rule, block=block)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., G, K] -> [..., G, R]."""
         groups, rows, columns = self.weight.shape
         grouped = x.reshape(-1, groups, columns).transpose(0, 1)
-        codes, scale = quantize_activation(grouped, self.scale_rule, floor=self.floor)
+        codes, scale = quantize_activation(grouped, self.scale_rule, block=self.block, floor=self.floor)
         exact = torch.bfloat16 if self.scale_rule == "ue8m0" and x.dtype == torch.bfloat16 else torch.float32
         activation = _dequantize_activation(codes, scale).to(exact)
         weight = self._dequantize_weight().to(exact)
@@ -111,16 +116,17 @@ class FP8GroupedLinear(nn.Module):
         """Shapes and rule, for print(model)."""
         groups, rows, columns = self.weight.shape
         return (
-            f"groups={groups}, in_features_per_group={columns}, out_features_per_group={rows}, scale={self.scale_rule}"
+            f"groups={groups}, in_features_per_group={columns}, out_features_per_group={rows}, "
+            f"scale={self.scale_rule}, block={self.block}"
         )
 
     def _dequantize_weight(self) -> Tensor:
         groups, rows, columns = self.weight.shape
-        values = self.weight.float()
-        if rows % BLOCK == 0:
-            blocks = values.reshape(groups, rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        values, block = self.weight.float(), self.block
+        if rows % block == 0:
+            blocks = values.reshape(groups, rows // block, block, columns // block, block)
             return (blocks * self.weight_scale[:, :, None, :, None]).reshape(groups, rows, columns)
-        scale = self.weight_scale.repeat_interleave(BLOCK, 1)[:, :rows].repeat_interleave(BLOCK, 2)
+        scale = self.weight_scale.repeat_interleave(block, 1)[:, :rows].repeat_interleave(block, 2)
         return values * scale
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8GroupedLinear:
@@ -133,28 +139,37 @@ class FP8GroupedLinear(nn.Module):
         return self
 
 
-def replace_grouped_linear(model: nn.Module, scale_rule: str = "ue8m0") -> list[str]:
-    """Replace every grouped linear of a transformers DeepSeek-V4 by its FP8 form, quantising its weight, in place.
+def grouped_linears(model: nn.Module, asked_by: str) -> list[tuple[str, nn.Linear]]:
+    """Every ``DeepseekV4GroupedLinear`` (an ``nn.Linear`` with ``n_groups``) of a model, by name.
 
-    Finds ``DeepseekV4GroupedLinear`` (an ``nn.Linear`` with ``n_groups`` and no bias). Returns the names of the
-    replaced modules. Raises ValueError when there is none, or when one has a bias or a K that is not a multiple of 128.
+    Raises ValueError when there is none, or when one has a bias.
     """
-    _check_rule(scale_rule)
     found = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and isinstance(getattr(module, "n_groups", None), int)
     ]
     if not found:
-        raise ValueError(
-            f"replace_grouped_linear: no grouped linear (nn.Linear with n_groups) in {type(model).__name__}"
-        )
+        raise ValueError(f"{asked_by}: no grouped linear (nn.Linear with n_groups) in {type(model).__name__}")
     for name, module in found:
         if module.bias is not None:
-            raise ValueError(f"replace_grouped_linear: {name} has a bias, which the FP8 form has not")
+            raise ValueError(f"{asked_by}: {name} has a bias, which the FP8 form has not")
+    return found
+
+
+def replace_grouped_linear(model: nn.Module, scale_rule: str = "ue8m0", *, block: int = BLOCK) -> list[str]:
+    """Replace every grouped linear of a transformers DeepSeek-V4 by its FP8 form, quantising its weight, in place.
+
+    block: 128 as in DeepSeek-V4's checkpoints, 32 as in V4.1's. Returns the names of the replaced modules. Raises
+    ValueError when there is none, or when one has a bias or a K that is not a multiple of the block.
+    """
+    _check_rule(scale_rule)
+    found = grouped_linears(model, "replace_grouped_linear")
+    for name, module in found:
         parent, _, attribute = name.rpartition(".")
         groups = int(module.n_groups)
-        setattr(model.get_submodule(parent), attribute, FP8GroupedLinear.from_linear(module.weight, groups, scale_rule))
+        linear = FP8GroupedLinear.from_linear(module.weight, groups, scale_rule, block=block)
+        setattr(model.get_submodule(parent), attribute, linear)
     return [name for name, _ in found]
 
 

@@ -249,7 +249,8 @@ def _emit_mask(match: AttentionMatch, writer: _Writer, rows: list[fx.Node]) -> f
 
 def _select(builder: Builder, keep: fx.Node, yes: float, no: float) -> fx.Node:
     every = builder.call(aten.full_like.default, keep, yes, dtype=torch.float32)
-    return builder.call(aten.masked_fill.Scalar, every, builder.call(aten.logical_not.default, keep), no)
+    # where and not masked_fill: Inductor lowers masked_fill only by a decomposition that runs before this pass.
+    return builder.call(aten.where.ScalarOther, keep, every, no)
 
 
 def _normalised(builder: Builder, mask: Mask, node: fx.Node, additive: bool) -> fx.Node:
@@ -356,5 +357,5 @@ def _pool(match: AttentionMatch, writer: _Writer, found: Gathered, piece: KeyPie
             return None
         if mask.kind == "keep":
             hidden = builder.call(aten.logical_not.default, hidden)
-        indices = builder.call(aten.masked_fill.Scalar, indices, hidden, -1)
+        indices = builder.call(aten.where.ScalarSelf, hidden, -1, indices)
     return Pool(kv, builder.view(indices, [writer.size(match.axes.tokens), writer.length(indices, -1)]))

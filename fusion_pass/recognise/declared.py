@@ -88,7 +88,7 @@ class DeclaredOps:
     @staticmethod
     def write_out(gm: fx.GraphModule, config: Config, plan: Plan) -> DeclaredOps:
         """Write the declared ops of ``gm`` out. ``Config.disable_rules`` may name an op (with or without namespace)."""
-        calls = DeclaredOps.present(gm.graph)
+        calls = [(node, row.under(config.o_proj)) for node, row in DeclaredOps.present(gm.graph)]
         result = DeclaredOps(gm.graph, calls, dict(plan.skipped), frozenset(plan.kept))
         if calls:
             sizes = [s for s, _ in zip(Sizes.candidates(gm.graph), range(2))]
@@ -158,6 +158,10 @@ class DeclaredOps:
                 again = True
         return not again
 
+    def changes_numbers(self, node: fx.Node) -> bool:
+        """Is ``node`` part of a form that computes other numbers than the op it is written for?"""
+        return any(e.row.expand is e.row.expand_fp8 and node in e.inside for e in self.expansions)
+
     def notes(self) -> list[str]:
         """One line per declared op and outcome, for the report."""
         undone = {e.node.name for e in self.expansions if e.undone}
@@ -173,7 +177,8 @@ class DeclaredOps:
 
 
 def _is_fused(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fusion_pass"
+    return (isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fusion_pass"
+            and "fusion_pass" in node.meta)
 
 
 def _only_moves(node: fx.Node) -> bool:

@@ -151,8 +151,10 @@ def agrees_everywhere(rotation: Rotation, quantisation: Quantisation | None, siz
 
 
 def _uneven(magnitude: float, chunk: int) -> Leaf:
-    """Random values whose size changes from chunk to chunk: else all blocks would have one power-of-two scale."""
-    value, size = random_leaf(11, magnitude), random_leaf(12, 3.0)
+    """Random values whose size changes from chunk to chunk: else all blocks would have one power-of-two scale. It
+    changes by more than E4M3's range of normal numbers: a power-of-two scale moves the exponent alone, so the width of
+    a block shows only where a scale is too large for some of its values."""
+    value, size = random_leaf(11, magnitude), random_leaf(12, 8.0)
     return lambda index: value(index) * torch.exp2(size(index // chunk).round())
 
 

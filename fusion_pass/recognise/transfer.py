@@ -158,9 +158,11 @@ def cone_signature(node: fx.Node) -> int:
     parts: list[object] = []
     for here in queue:
         value = here.meta.get("val")
-        shape = tuple(str(s) for s in value.shape) if isinstance(value, torch.Tensor) else None
-        parts.append((str(here.target) if here.op == "call_function" else here.op, shape,
-                      str(getattr(value, "dtype", None))))
+        shape = dtype = None
+        if isinstance(value, torch.Tensor):
+            dtype = value.dtype
+            shape = tuple(s if isinstance(s, int) else str(s) for s in value.shape)
+        parts.append((here.target if here.op == "call_function" else here.op, shape, dtype))
         for operand in here.all_input_nodes:
             if operand not in order and len(order) < CONE_LIMIT:
                 order[operand] = len(order)

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..modes import current
 from ..tuning.bgemm import Form, hopper_form
 from .gate import hopper_reason
 
@@ -23,6 +24,8 @@ def unsupported_reason(
     if reason := hopper_reason(codes.device):
         return reason
     groups, tokens, width = codes.shape
+    if current().batch_invariant:
+        return "batch_invariant: one kernel for every number of tokens, the portable one"
     if tokens < MIN_TOKENS:
         return f"{tokens} tokens: below {MIN_TOKENS} the weight-streaming kernel is faster"
     for name in ("block", "weight_block"):

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ..modes import current
 from .bgemm import MIN_TOKENS
 from .gate import hopper_reason
 
@@ -42,6 +43,8 @@ def refuses(
         return f"not asked for ({SWITCH}=deepgemm)"
     if reason := hopper_reason(codes.device):
         return reason
+    if current().batch_invariant:
+        return "batch_invariant: one kernel for every number of tokens, the portable one"
     if codes.shape[1] < MIN_TOKENS:
         return f"{codes.shape[1]} tokens: below {MIN_TOKENS} the weight-streaming kernel is faster"
     if (block, weight_block) != (128, 128):

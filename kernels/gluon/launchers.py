@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..modes import current
 from ..ops.dispatch import Launcher, register_launcher
 from ..reference.paged import page_bytes
 from . import attention, bgemm, deepgemm, gate
@@ -67,7 +68,8 @@ def _sm_count(device: torch.device) -> int:
 
 def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor | None, launch, device) -> None:
     """Run `launch(epilogue, sink, splits)`, split and merged if the tokens alone do not fill the GPU."""
-    splits = attention.choose_splits(tokens, heads, keys, _sm_count(device))
+    # A batch-invariant call is not split: the number of splits depends on the number of tokens.
+    splits = 1 if current().batch_invariant else attention.choose_splits(tokens, heads, keys, _sm_count(device))
     if splits == 1:
         launch(epilogue, sink, 1)
         return

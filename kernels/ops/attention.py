@@ -18,6 +18,7 @@ from .registry import OpSpec, register
 
 _TENSORS = "Tensor q, Tensor kv, Tensor? mask, Tensor? sink"
 _VISIBLE = "bool causal=False, int window=0"
+MODES = ("batch_invariant",)
 QUANT_ARGUMENTS = 'int block=128, str scale_rule="fp32", float floor=1e-12, bool pack_scales=False'
 
 
@@ -85,6 +86,7 @@ register(
         check_attention,
         empty_attention,
         reference.attention,
+        MODES,
     )
 )
 register(
@@ -95,6 +97,7 @@ register(
         check_attention_rope,
         empty_attention_rope,
         reference.attention_rope,
+        MODES,
     )
 )
 register(
@@ -105,5 +108,6 @@ register(
         check_attention_rope_quant,
         empty_attention_rope_quant,
         reference.attention_rope_quant,
+        MODES,
     )
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import reference
 from . import checks
+from .attention import MODES
 from .registry import OpSpec, register
 
 OP = "fp8_bgemm"
@@ -64,5 +65,6 @@ register(
         check_bgemm,
         empty_bgemm,
         reference.fp8_bgemm,
+        MODES,
     )
 )

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from . import checks, layout
+from . import checks, layout, values
 from .attention import QUANT_ARGUMENTS
 from .registry import OpSpec, register
 
 _TENSORS = "Tensor q, Tensor kv, Tensor indices, Tensor? sink"
+MODES = ("batch_invariant", "check_inputs")
 _POOLS = "Tensor? lengths=None, Tensor? extra_kv=None, Tensor? extra_indices=None, Tensor? extra_lengths=None"
 
 
@@ -109,6 +110,15 @@ def empty_partials(q, kv, indices, scale, num_splits, *pools) -> tuple[Tensor, T
     )
 
 
+def _values(op: str):
+    """``check_values`` of ``op``: kv and indices are its second and third argument, the pools its last four."""
+
+    def check(*args) -> None:
+        values.gathered(op, args[1], args[2], *args[-4:])
+
+    return check
+
+
 register(
     OpSpec(
         "attention_gathered",
@@ -117,6 +127,8 @@ register(
         check_gathered,
         empty_gathered,
         reference.attention_gathered,
+        MODES,
+        _values("attention_gathered"),
     )
 )
 register(
@@ -127,6 +139,8 @@ register(
         check_gathered_rope,
         empty_gathered_rope,
         reference.attention_gathered_rope,
+        MODES,
+        _values("attention_gathered_rope"),
     )
 )
 register(
@@ -137,6 +151,8 @@ register(
         check_gathered_rope_quant,
         empty_gathered_rope_quant,
         reference.attention_gathered_rope_quant,
+        MODES,
+        _values("attention_gathered_rope_quant"),
     )
 )
 register(
@@ -147,5 +163,7 @@ register(
         check_partials,
         empty_partials,
         reference.attention_partials,
+        ("check_inputs",),
+        _values("attention_partials"),
     )
 )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import reference
 from . import checks, layout
-from .attention import QUANT_ARGUMENTS
+from .attention import MODES, QUANT_ARGUMENTS
 from .registry import OpSpec, register
 
 KV_SPLITS = (1, 2, 4, 8, 16)
@@ -106,6 +106,7 @@ register(
         check_merge,
         empty_merge,
         reference.merge_partials,
+        MODES,
     )
 )
 register(
@@ -117,6 +118,7 @@ register(
         check_merge_rope,
         empty_merge_rope,
         reference.merge_partials_rope,
+        MODES,
     )
 )
 register(
@@ -127,5 +129,6 @@ register(
         check_merge_rope_quant,
         empty_merge_rope_quant,
         reference.merge_partials_rope_quant,
+        MODES,
     )
 )

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .. import reference
 from ..reference.paged import HEAD_DIM, ROW_BYTES
-from . import checks, layout
+from . import checks, layout, values
 from .attention import QUANT_ARGUMENTS
+from .gathered import MODES
 from .registry import OpSpec, register
 
 _TENSORS = "Tensor q, Tensor pages, Tensor indices, Tensor? sink"
@@ -105,6 +106,15 @@ def empty_paged_rope_quant(
     return layout.quantised(q, tokens, heads // groups * dim, groups, block, pack_scales)
 
 
+def _values(op: str, page_size_at: int):
+    """``check_values`` of ``op``, whose argument ``page_size_at`` is the page size; its last five are the pools."""
+
+    def check(*args) -> None:
+        values.paged(op, args[1], args[page_size_at], args[2], *args[-5:])
+
+    return check
+
+
 _ROPE = "Tensor cos, Tensor sin, float scale, int groups, int page_size"
 register(
     OpSpec(
@@ -114,6 +124,8 @@ register(
         check_paged,
         empty_paged,
         reference.attention_paged_fp8,
+        MODES,
+        _values("attention_paged_fp8", 5),
     )
 )
 register(
@@ -124,6 +136,8 @@ register(
         check_paged_rope,
         empty_paged_rope,
         reference.attention_paged_fp8_rope,
+        MODES,
+        _values("attention_paged_fp8_rope", 8),
     )
 )
 register(
@@ -134,5 +148,7 @@ register(
         check_paged_rope_quant,
         empty_paged_rope_quant,
         reference.attention_paged_fp8_rope_quant,
+        MODES,
+        _values("attention_paged_fp8_rope_quant", 8),
     )
 )

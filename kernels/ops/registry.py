@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..modes import OFF, Modes, current, using
 from . import dispatch
 from .checks import check_out
 
@@ -29,6 +30,9 @@ class OpSpec:
     ``arguments`` is the schema's argument list; ``outputs`` names its results (one or two tensors). ``check``,
     ``empty`` and ``reference`` take exactly these arguments: ``check`` raises ValueError or TypeError and must accept
     symbolic sizes, ``empty`` returns the tuple of uninitialised outputs, ``reference`` returns the result.
+
+    ``modes`` names the fields of :class:`fusion_pass.kernels.modes.Modes` that the op takes as further keyword-only
+    arguments. ``check_values`` (for an op with the mode ``check_inputs``) takes the arguments and reads real values.
     """
 
     name: str
@@ -37,6 +41,19 @@ class OpSpec:
     check: Callable[..., None]
     empty: Callable[..., tuple[Tensor, ...]]
     reference: Callable[..., Any]
+    modes: tuple[str, ...] = ()
+    check_values: Callable[..., None] | None = None
+
+    @property
+    def schema_arguments(self) -> str:
+        """The whole argument list of the functional overload."""
+        named = ", ".join(f"bool {name}=False" for name in self.modes)
+        return f"{self.arguments}, *, {named}" if named else self.arguments
+
+    def take_modes(self, kwargs: dict) -> Modes:
+        """Remove the modes from ``kwargs`` and return them."""
+        given = {name: kwargs.pop(name) for name in self.modes if name in kwargs}
+        return Modes(**given) if any(given.values()) else OFF
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -69,8 +86,26 @@ def _unpack(outs: tuple[Tensor, ...]):
     return outs[0] if len(outs) == 1 else outs
 
 
-def _run(spec: OpSpec, args: tuple):
+def _run(spec: OpSpec, args: tuple, how: Modes):
+    if how is OFF:
+        return _compute(spec, args)
+    with using(how):
+        return _compute(spec, args)
+
+
+def _run_out(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...], how: Modes) -> None:
+    with using(how):
+        _compute_into(spec, args, outs)
+
+
+def _check(spec: OpSpec, args: tuple) -> None:
     spec.check(*args)
+    if spec.check_values is not None and current().check_inputs:
+        spec.check_values(*args)
+
+
+def _compute(spec: OpSpec, args: tuple):
+    _check(spec, args)
     launcher = dispatch.select(spec.name, args)
     if launcher is None:
         return spec.reference(*args)
@@ -80,8 +115,8 @@ def _run(spec: OpSpec, args: tuple):
     return _unpack(outs)
 
 
-def _run_out(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...]) -> None:
-    spec.check(*args)
+def _compute_into(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...]) -> None:
+    _check(spec, args)
     expected = spec.empty(*(_meta(a) for a in args))
     for name, out, like in zip(spec.outputs, outs, expected):
         check_out(spec.name, name, out, like)
@@ -90,7 +125,7 @@ def _run_out(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...]) -> None:
         if outs[0].numel():
             dispatch.launch(launcher, outs, args)
         return
-    result = _run(spec, args)
+    result = _compute(spec, args)
     for out, value in zip(outs, result if len(outs) > 1 else (result,)):
         out.copy_(value)
 
@@ -117,12 +152,14 @@ def register(spec: OpSpec) -> OpSpec:
         return spec
     tags = (torch.Tag.pt2_compliant_tag,)
     result = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join(["Tensor"] * len(spec.outputs)) + ")"
-    torch.library.define(qualname, f"({spec.arguments}) -> {result}", tags=tags)
+    torch.library.define(qualname, f"({spec.schema_arguments}) -> {result}", tags=tags)
 
     def default(*args, **kwargs):
-        return _run(spec, spec.complete(args, kwargs))
+        how = spec.take_modes(kwargs)
+        return _run(spec, spec.complete(args, kwargs), how)
 
     def fake(*args, **kwargs):
+        spec.take_modes(kwargs)
         args = spec.complete(args, kwargs)
         spec.check(*args)
         return _unpack(spec.empty(*args))
@@ -137,17 +174,19 @@ def register(spec: OpSpec) -> OpSpec:
     results = results if len(spec.outputs) == 1 else f"({results})"
     torch.library.define(
         f"{qualname}.out",
-        f"({spec.arguments}, *, {outs}) -> {results}",
+        f"({spec.schema_arguments}{', ' if spec.modes else ', *, '}{outs}) -> {results}",
         tags=tags if out_tag is None else (*tags, out_tag),
     )
 
     def into(*args, **kwargs):
         given = tuple(kwargs.pop(name) for name in spec.outputs)
-        _run_out(spec, spec.complete(args, kwargs), given)
+        how = spec.take_modes(kwargs)
+        _run_out(spec, spec.complete(args, kwargs), given, how)
         return _unpack(given)
 
     def fake_into(*args, **kwargs):
         given = tuple(kwargs.pop(name) for name in spec.outputs)
+        spec.take_modes(kwargs)
         args = spec.complete(args, kwargs)
         spec.check(*args)
         for name, out, like in zip(spec.outputs, given, spec.empty(*args)):

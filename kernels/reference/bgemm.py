@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from ..modes import current
 from .quant import dequantise
 
 
@@ -32,5 +33,8 @@ def fp8_bgemm(
     for g in range(groups):  # one group at a time: the dequantised weights of all groups would be four times their size
         x = dequantise(codes[g : g + 1], scales[g : g + 1], block, dtype)[0]
         per_element = factors[g].repeat_interleave(weight_block, 0)[:rows].repeat_interleave(weight_block, 1)
-        out[:, g] = (x @ (weight[g].to(dtype) * per_element).mT).to(out_dtype)
+        matrix = (weight[g].to(dtype) * per_element).mT
+        # One token at a time where no other may matter: a product of several rows may sum in another order.
+        parts = x.split(1) if current().batch_invariant else (x,)
+        out[:, g] = torch.cat([part @ matrix for part in parts]).to(out_dtype)
     return out

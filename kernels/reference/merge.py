@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from ..modes import current
 from .quant import quantise
 from .rope import group_heads, rotate_inverse
 from .softmax import compute_dtype, divide_or_zero
@@ -18,6 +19,12 @@ def _merge(
 
     ``max`` is in the units of ``lse_or_max`` (logits divided by ``stat_scale``), ``sum`` is relative to it.
     """
+    if current().batch_invariant and partials.shape[1] > 1:
+        cut = [None if t is None else t.split(1, 1) for t in (partials, lse_or_max, sum)]
+        rows = [
+            _merge(cut[0][t], cut[1][t], cut[2] and cut[2][t], sink, stat_scale) for t in range(partials.shape[1])
+        ]
+        return torch.cat([row for row, _ in rows]), torch.cat([stats for _, stats in rows])
     dtype = compute_dtype(partials.dtype)
     top_of = lse_or_max.to(dtype)
     weight_of = torch.ones_like(top_of) if sum is None else sum.to(dtype)

@@ -4,6 +4,8 @@
 import torch
 from torch import Tensor
 
+from ..modes import current
+
 # Working set of one chunk of the references: keeps scores and gathered rows of long prefills out of swap.
 CHUNK_BYTES = 64 << 20
 
@@ -14,7 +16,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_per_chunk(bytes_per_row: int) -> int:
-    """How many rows of ``bytes_per_row`` bytes fit the chunk budget (at least one)."""
+    """How many rows (tokens) of ``bytes_per_row`` bytes fit the chunk budget (at least one). One in a batch-invariant
+    call: a matrix product over several tokens may sum in another order than over one."""
+    if current().batch_invariant:
+        return 1
     return max(1, CHUNK_BYTES // max(1, bytes_per_row))
 
 

@@ -108,7 +108,7 @@ def _attend(
 @triton.jit(
     do_not_specialize=[
         "first_token", "num_tokens", "queries", "num_rows", "columns", "index_stride", "extra_rows", "extra_columns",
-        "extra_index_stride", "offset", "window", "index_rows",
+        "extra_index_stride", "offset", "window", "index_rows", "bias_stride_b", "bias_stride_s",
     ]
 )  # fmt: skip
 def attention_kernel(

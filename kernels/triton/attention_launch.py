@@ -12,10 +12,11 @@ import torch
 import triton
 from torch import Tensor
 
+from ..modes import current
 from ..tuning import attention as tuning
 from .attention import LOG2E, attention_kernel
 from .epilogue import quant_mode
-from .interpreter import e4m3_is_native, interpreted
+from .interpreter import device_of, e4m3_is_native
 from .mask_lists import rows_per_pass, visible_key_lists
 from .rope_quant import scale_pointer
 
@@ -96,19 +97,14 @@ def _packed(lists: Tensor) -> Tensor:
     return lists if lists.stride(-1) == 1 or lists.shape[-1] <= 1 else lists.contiguous()
 
 
-def device_of(q: Tensor) -> tuple[tuple[int, int], int]:
-    """(compute capability, multiprocessors); the interpreter stands for one multiprocessor of an sm_90."""
-    if interpreted():
-        return (9, 0), 1
-    properties = torch.cuda.get_device_properties(q.device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
 def choose(q: Tensor, keys: Keys) -> tuple[tuning.Tile, int]:
-    """Tile and number of splits for q [B, S, H, D], from sizes and the device only."""
+    """Tile and number of splits for q [B, S, H, D], from sizes and the device only. Batch-invariant calls are not
+    split: the tile does not depend on the number of tokens, the split count would."""
     batch, queries, heads, _ = q.shape
     capability, sm_count = device_of(q)
     tile = tuning.tile(capability, heads, q.element_size())
+    if current().batch_invariant:
+        return tile, 1
     visible = keys.columns
     if keys.indices is None and keys.window > 0:
         visible = min(visible, keys.window + tile.block_n)

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..modes import current
 from ..tuning import bgemm as tuning
-from .attention_launch import device_of
-from .interpreter import cast_fp32, decode_e4m3, e4m3_is_native, round_to
+from .interpreter import cast_fp32, decode_e4m3, device_of, e4m3_is_native, round_to
 
 
 @triton.jit
@@ -222,7 +222,9 @@ def fp8_bgemm(
     block_k = min(block, weight_block, 128)
     if native is None:
         native = e4m3_is_native(codes.device)
-    tile = tile or tuning.tile(device_of(codes)[0], tokens, groups * rows, native)
+    if tile is None:
+        choose = tuning.invariant_tile if current().batch_invariant else tuning.tile
+        tile = choose(device_of(codes)[0], tokens, groups * rows, native)
     codes, weight = _dense_rows(codes), _dense_rows(weight)
     factors = weight_scales.contiguous()
     in_bytes = factors.dtype != torch.float32

@@ -38,6 +38,15 @@ def interpreted() -> bool:
     return bool(INTERPRET.value)
 
 
+def device_of(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
+    """(compute capability, multiprocessors) of a tensor's GPU; the interpreter stands for one multiprocessor of an
+    sm_90."""
+    if interpreted():
+        return (9, 0), 1
+    properties = torch.cuda.get_device_properties(tensor.device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
 @functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)

@@ -40,8 +40,10 @@ def _scan(mask_row, stride_key, index_row, bias_row, first_key, low, high, first
 
 
 @triton.jit(
-    do_not_specialize=["token0", "queries", "keys", "list_stride", "causal", "window", "key_stride_batch", "lowest"]
-)
+    do_not_specialize=[
+        "token0", "stride_batch", "queries", "keys", "list_stride", "causal", "window", "key_stride_batch", "lowest",
+    ]
+)  # fmt: skip
 def _compact_kernel(
     mask,
     stride_batch,

@@ -21,21 +21,31 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
+from ..modes import current
 from ..reduction import KvSplitDecision, choose_kv_split, default_layout, for_blocks
 from .epilogue import QUANT_NONE, finish_rows, quant_mode
-from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, supports_pdl
+from .interpreter import (
+    device_of,
+    e4m3_is_native,
+    interpreted,
+    load_fp32,
+    pdl_release,
+    pdl_wait,
+    supports_pdl,
+)
 from .rope_quant import empty_quantized, scale_pointer
 
 # Stands for "no partial yet": finite, so that differences of maxima never become inf - inf.
 _LOWEST = tl.constexpr(-3.0e38)
-# Up to so many partials a group loads all of them as one batch; the batch sizes compiled are these and no others.
-_STEP_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32)
+# Partials per group of the kernels without a run-time loop: rounded up to these, so that the number of compiled kernels
+# stays bounded whatever counts occur.
+_STEP_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 48, 64, 96, 128)
 
 
 @triton.jit
@@ -118,7 +128,7 @@ def _merge_kernel(
     KV_SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
     UNROLL: tl.constexpr,  # partials per group in one batch of loads
-    LOOP: tl.constexpr,  # False: one batch holds all partials
+    BATCHES: tl.constexpr,  # batches that hold all partials, unrolled; 0: a run-time loop over batches
     HAS_SUM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     STATS: tl.constexpr,
@@ -145,9 +155,28 @@ def _merge_kernel(
     batch = _load_batch(
         0, row, num_rows, channel, num_partials, partials_ptr, max_ptr, sum_ptr, D, KV_SPLIT, UNROLL, HAS_SUM
     )
-    if LOOP:
-        # The next batch is loaded before this one is merged: a loop that loads and merges in turn waits out the
-        # memory's latency at every iteration. Past the last partial nothing is loaded.
+    # The next batch is loaded before this one is merged: a loop that loads and merges in turn waits out the memory's
+    # latency at every iteration. Past the last partial nothing is loaded.
+    if BATCHES > 0:
+        for index in tl.static_range(1, BATCHES):
+            following = _load_batch(
+                index * KV_SPLIT * UNROLL,
+                row,
+                num_rows,
+                channel,
+                num_partials,
+                partials_ptr,
+                max_ptr,
+                sum_ptr,
+                D,
+                KV_SPLIT,
+                UNROLL,
+                HAS_SUM,
+            )
+            acc, top, total = _merge_batch(acc, top, total, batch, scale_log2, UNROLL, HAS_SUM)
+            batch = following
+        acc, top, total = _merge_batch(acc, top, total, batch, scale_log2, UNROLL, HAS_SUM)
+    else:
         for first in tl.range(0, num_partials, KV_SPLIT * UNROLL):
             following = _load_batch(
                 first + KV_SPLIT * UNROLL,
@@ -165,8 +194,6 @@ def _merge_kernel(
             )
             acc, top, total = _merge_batch(acc, top, total, batch, scale_log2, UNROLL, HAS_SUM)
             batch = following
-    else:
-        acc, top, total = _merge_batch(acc, top, total, batch, scale_log2, UNROLL, HAS_SUM)
 
     # Combine the groups. One that saw no partial has sum 0 and a zero accumulator, whatever its factor.
     row_top = tl.max(top, axis=0)
@@ -231,14 +258,23 @@ class Epilogue:
 
 
 def unrolled_steps(num_partials: int, kv_split: int, limit: int) -> int:
-    """Partials of a group that are loaded as one batch, without a loop, or 0 if there are more than ``limit`` of them.
+    """Partials of a group that a kernel without a run-time loop covers, or 0 if there are more than ``limit`` of them.
 
     Rounded up to a bucket, so that the number of compiled kernels stays bounded whatever counts occur; the slots past
     the last partial are predicated off.
     """
     steps = -(-num_partials // kv_split)
-    bucket = next((b for b in _STEP_BUCKETS if b >= steps), 0)
+    bucket = next((b for b in _STEP_BUCKETS if b >= steps), limit + 1)
     return bucket if bucket <= limit else 0
+
+
+def batches(num_partials: int, decision: KvSplitDecision) -> tuple[int, int]:
+    """(partials per group in one batch of loads, batches) that ``decision`` means for a count; 0 batches = a loop."""
+    steps = unrolled_steps(num_partials, decision.kv_split, decision.unroll_limit)
+    if not steps:
+        return decision.unroll, 0
+    batch = min(decision.batch or steps, steps)
+    return batch, -(-steps // batch)
 
 
 # A dict lookup per call instead of the walk through the table.
@@ -248,24 +284,28 @@ _choose = functools.lru_cache(maxsize=4096)(choose_kv_split)
 def decide(partials: torch.Tensor, kv_split: int | None, *, epilogue: bool = False) -> KvSplitDecision:
     """The policy's decision for ``partials`` [P, T, H, D]: from shapes and the device only, so it holds under capture.
 
-    kv_split: upper bound or None; epilogue: whether inverse RoPE (and quantisation) follow in the same kernel.
+    kv_split: upper bound or None; epilogue: whether inverse RoPE (and quantisation) follow in the same kernel. A
+    batch-invariant call takes the decision for one token, whatever the number of tokens.
     """
     num_partials, tokens, heads, dim = partials.shape
-    if partials.device.type != "cuda":  # interpreter: there is no grid to fill
+    if interpreted():  # there is no grid to fill
         return default_layout(
             kv_split or 1, head_dim=dim, element_size=partials.element_size(), reason="interpreted: bound as given"
         )
-    properties = torch.cuda.get_device_properties(partials.device)
-    return _choose(
+    capability, sm_count = device_of(partials)
+    invariant = current().batch_invariant
+    decision = _choose(
         num_partials=num_partials,
-        rows=tokens * heads,
+        rows=heads if invariant else tokens * heads,
         head_dim=dim,
-        sm_count=properties.multi_processor_count,
+        sm_count=sm_count,
         bound=kv_split,
         element_size=partials.element_size(),
         epilogue=epilogue,
-        capability=(properties.major, properties.minor),
+        capability=capability,
     )
+    # What suits one token is faster with dependent launch than many tokens are.
+    return replace(decision, pdl=False) if invariant and decision.pdl else decision
 
 
 def merge_into(
@@ -300,7 +340,7 @@ def merge_into(
     kv_split, width = decision.kv_split, decision.width
     if quant and width < block:
         raise ValueError(f"a tile of {width} channels cannot quantise blocks of {block}")
-    steps = unrolled_steps(num_partials, kv_split, decision.unroll_limit)
+    unroll, count = batches(num_partials, decision)
     pdl = decision.pdl and supports_pdl(partials.device)
     _merge_kernel[(tokens * heads, dim // width)](
         partials,
@@ -321,8 +361,8 @@ def merge_into(
         floor,
         KV_SPLIT=kv_split,
         WIDTH=width,
-        UNROLL=steps or decision.unroll,
-        LOOP=not steps,
+        UNROLL=unroll,
+        BATCHES=count,
         HAS_SUM=sum is not None,
         HAS_SINK=sink is not None,
         STATS=stats is not None,

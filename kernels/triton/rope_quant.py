@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 
 from .epilogue import QUANT_NONE, QUANT_PACKED, finish_rows, quant_mode
-from .interpreter import INTERPRET, e4m3_is_native, load_fp32
+from .interpreter import INTERPRET, e4m3_is_native, load_fp32, pdl_wait, supports_pdl
+
+# Largest token count launched dependent on the kernel before (programmatic dependent launch).
+PDL_MAX_TOKENS = 0
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -40,6 +43,7 @@ def _rope_quant_kernel(
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
     NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Heads run fastest: neighbouring programs read neighbouring memory of one token tile.
     head = tl.program_id(0)
@@ -48,6 +52,7 @@ def _rope_quant_kernel(
     row_mask = token < num_tokens
     clamped = tl.minimum(token, num_tokens - 1).to(tl.int64)
     channel = d0 + tl.arange(0, WIDTH)
+    pdl_wait(PDL)
     rows = o_ptr + clamped * o_stride_t + head.to(tl.int64) * o_stride_h
     x = load_fp32(tl.load(rows[:, None] + channel[None, :]))
     finish_rows(
@@ -90,7 +95,7 @@ def layout(num_tokens: int, heads: int, dim: int) -> tuple[int, int, int]:
     return 2, 1, largest_tile(dim, 512)
 
 
-def _launch(o, cos, sin, groups, out, scales, block, quant, floor, tile=None):
+def _launch(o, cos, sin, groups, out, scales, block, quant, floor, tile=None, pdl=None):
     num_tokens, heads, dim = o.shape
     half = cos.shape[-1]
     if num_tokens == 0:
@@ -104,6 +109,8 @@ def _launch(o, cos, sin, groups, out, scales, block, quant, floor, tile=None):
     # Triton grids allow 65,535 programs on the last axis only.
     if triton.cdiv(num_tokens, tokens) > 65535:
         tokens = max(tokens, triton.next_power_of_2(triton.cdiv(num_tokens, 65535)))
+    # The launch's latency then passes while the kernel before drains. Its memory is touched behind the wait only.
+    pdl = supports_pdl(o.device) and (num_tokens <= PDL_MAX_TOKENS if pdl is None else pdl)
     grid = (heads, dim // width, triton.cdiv(num_tokens, tokens))
     _rope_quant_kernel[grid](
         o,
@@ -127,7 +134,9 @@ def _launch(o, cos, sin, groups, out, scales, block, quant, floor, tile=None):
         BLOCK=block,
         QUANT=quant,
         NATIVE=e4m3_is_native(o.device),
+        PDL=pdl,
         num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 
@@ -139,17 +148,19 @@ def inverse_rope(
     *,
     out: torch.Tensor | None = None,
     tile: tuple[int, int, int] | None = None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
     """Inverse rotary embedding on the last 2*half channels, regrouped for the BGEMM.
 
     o [T, H, D] bf16, fp16 or fp32, any token and head strides; cos, sin [T, half] forward tables of each token's own
     position, any float dtype and strides -> [G, T, K] in o.dtype, K = H / groups * D. ``tile`` overrides (tokens per
-    program, warps, channels per program). Arguments are not checked here: the op does that.
+    program, warps, channels per program), ``pdl`` whether the launch may overlap the
+    end of the kernel before. Arguments are not checked here: the op does that.
     """
     num_tokens, heads, dim = o.shape
     if out is None:
         out = o.new_empty((groups, num_tokens, heads // groups * dim))
-    _launch(o, cos, sin, groups, out, out, 1, int(QUANT_NONE.value), 1.0, tile)
+    _launch(o, cos, sin, groups, out, out, 1, int(QUANT_NONE.value), 1.0, tile, pdl)
     return out
 
 
@@ -182,6 +193,7 @@ def inverse_rope_quant(
     *,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     tile: tuple[int, int, int] | None = None,
+    pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``inverse_rope`` followed by E4M3 quantisation per token and ``block`` channels, from the rotated fp32 values.
 
@@ -191,5 +203,5 @@ def inverse_rope_quant(
     quant = quant_mode(scale_rule, pack_scales)
     num_tokens, heads, dim = o.shape
     codes, scales = out or empty_quantized(num_tokens, heads, dim, groups, block, quant, o.device)
-    _launch(o, cos, sin, groups, codes.view(torch.uint8), scale_pointer(scales, quant), block, quant, floor, tile)
+    _launch(o, cos, sin, groups, codes.view(torch.uint8), scale_pointer(scales, quant), block, quant, floor, tile, pdl)
     return codes, scales

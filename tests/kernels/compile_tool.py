@@ -4,7 +4,8 @@
     compile_tool.py compile CAPABILITY ...   compile what the launchers would launch; one JSON line per kernel with
                                              ptxas' resource report
     compile_tool.py main                     only the main attention tile of sm_90, all key sources and epilogues
-    compile_tool.py keys                     count the distinct specialisation keys over T = 1 .. 300, compiling nothing
+    compile_tool.py keys                     count the distinct specialisation keys of warm-ups and of serving
+                                             T = 1 .. 300 afterwards, compiling nothing
 
 Triton is given a driver that only names its target, and every launch becomes a warm-up, so the host code under test
 chooses tiles, types and alignments exactly as on that GPU. Must not run under ``TRITON_INTERPRET``.
@@ -17,10 +18,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import torch
 import triton
-from fusion_pass.kernels.ops import SPECS
+from fusion_pass.kernels import warm_up
+from fusion_pass.kernels.ops import SPECS, dispatch
 from fusion_pass.kernels.triton import launchers, reduce_launchers
 from fusion_pass.kernels.triton.attention_launch import Keys, attend, rope_quant
 from fusion_pass.kernels.tuning.attention import TILES, architecture
@@ -61,6 +64,14 @@ def offline_gpu(capability: int, launched: list):
     }
     modules = [m for name, m in sys.modules.items() if name.startswith("fusion_pass.kernels.triton.")]
     saved = [(m, name, getattr(m, name)) for m in modules for name in answers if hasattr(m, name)]
+    hopper = [m for name, m in sys.modules.items() if name.startswith("fusion_pass.kernels.gluon.")]
+    answers["hopper_reason"] = lambda device: None if capability == 90 else "another architecture"
+    saved += [(m, "hopper_reason", m.hopper_reason) for m in hopper if hasattr(m, "hopper_reason")]
+    properties = SimpleNamespace(multi_processor_count=SM_COUNT, major=capability // 10, minor=capability % 10)
+    answers["get_device_properties"] = lambda device: properties
+    answers["get_device_capability"] = lambda device=None: divmod(capability, 10)
+    asked = ("get_device_properties", "get_device_capability")
+    saved += [(torch.cuda, name, getattr(torch.cuda, name)) for name in asked]
     run = JITFunction.run
 
     def warm_up(self, *args, grid, warmup, **kwargs):
@@ -125,6 +136,14 @@ def launch(op: str, *args, **kwargs) -> None:
         "merge_partials_rope_quant": reduce_launchers._launch_merge_rope_quant,
     }
     named[op](SPECS[op].empty(*args), *args)
+
+
+def serve(op: str, *args, **kwargs) -> None:
+    """``op`` as on the GPU of :func:`offline_gpu`: whichever launcher takes it first."""
+    args = SPECS[op].complete(args, kwargs)
+    SPECS[op].check(*args)
+    launcher = next(known for known in dispatch._launchers[op] if known.refuses(*args) is None)
+    launcher.launch(SPECS[op].empty(*args), *args)
 
 
 PACKED = {"block": 32, "scale_rule": "ue8m0", "pack_scales": True}
@@ -194,35 +213,61 @@ def report(capability: int, work) -> None:
         print(json.dumps({"capability": capability, "kernel": name, **resources(compiled, capability)}), flush=True)
 
 
+CHAINS = {
+    "pro, gathered, FP8": {"heads": 128, "groups": 16, "kv": ("gathered",), "quant": "ue8m0"},
+    "pro, FP8 pages": {"heads": 128, "groups": 16, "kv": ("paged_fp8",), "quant": "fp32", "lengths": (True,)},
+    "flash, dense": {"heads": 64, "groups": 8, "kv": ("dense",), "masks": ("none", "bool", "float")},
+    "flash, merges and epilogue": {"heads": 64, "groups": 8, "kv": ("partials", "opaque"), "partials": (2, 18, 64)},
+}
+SERVED = 300  # tokens
+
+
 def count_keys() -> None:
-    """Specialisation keys per kernel over token counts 1 .. 300 for one model's chain: nothing is compiled."""
+    """Specialisation keys per kernel: of the warm-up of some chains, and those that serving every token count up to
+    SERVED then adds (with other numbers of keys than the warm-up's). Nothing is compiled."""
     keys: dict[str, set] = {}
 
     def record(*, key, fn, **_):
-        keys.setdefault(fn.name, set()).add(key)
+        keys.setdefault(fn.name.rpartition(".")[2], set()).add(key)
         return True  # already done: skip the compilation
 
     triton.knobs.runtime.jit_cache_hook = record
-    m = Maker(dtype=torch.bfloat16)
-    weight = m.bgemm(16, 1, 1024, 4096)[2:]
-    sink, groups, heads = m.normal(128, dtype=torch.float32), 16, 128
-    pool, window = m.normal(4096, 512), m.normal(4096, 512)
-    with offline_gpu(90, []):
-        for tokens in range(1, 301):
-            q, rope = torch.empty(tokens, heads, 512, dtype=torch.bfloat16), m.rope(tokens)
-            near = torch.zeros(tokens, 128, dtype=torch.int32)
-            far = torch.zeros(tokens, 1024, dtype=torch.int32)
-            more = {"extra_kv": pool, "extra_indices": far}
-            launch("attention_gathered_rope_quant", q, window, near, sink, *rope, 0.04, groups, **more)
-            launch("inverse_rope_quant", q, *rope, groups)
-            codes = torch.empty(groups, tokens, 4096, dtype=torch.float8_e4m3fn)
-            scales = torch.empty(groups, 32, (tokens + 3) // 4 * 4)
-            launch("fp8_bgemm", codes, scales, *weight)
-            mask = torch.zeros(1, tokens, tokens, dtype=torch.bool)
-            dense = (q[None], window[None, :tokens])
-            launch("attention_rope", *dense, mask, sink, *(t[None] for t in rope), 0.04, groups)
-            launch("attention_rope", *dense, None, sink, *(t[None] for t in rope), 0.04, groups, True, 128)
-    print(json.dumps({name: len(found) for name, found in keys.items()}))
+    dispatch.load_providers()
+    cpu = torch.device("cpu")
+    for name, sizes in CHAINS.items():
+        keys.clear()
+        chain = warm_up.Chain(**sizes, max_tokens=SERVED, max_keys=2048)
+        with offline_gpu(90, []):
+            for op, args, more in warm_up.calls(chain, cpu, SM_COUNT):
+                serve(op, *args, **more)
+            warm = {kernel: len(found) for kernel, found in keys.items()}
+            for tokens in range(1, SERVED + 1):
+                for op, args, more in requests(chain, tokens):
+                    serve(op, *args, **more)
+        served = {kernel: len(found) for kernel, found in keys.items()}
+        print(json.dumps({"chain": name, "warm": warm, "served": served}), flush=True)
+
+
+def requests(chain, tokens: int):
+    """The calls of one request of ``tokens`` tokens: a context that the warm-up did not try."""
+    make = warm_up._Operands(chain, torch.device("cpu"))
+    if "dense" in chain.kv:
+        for keys in (tokens, tokens + 37, 1000 + tokens):
+            yield from warm_up._dense(make, tokens, min(keys, chain.max_keys))
+    for form in ("gathered", "paged_fp8"):
+        if form in chain.kv:
+            for capacity in chain.capacities:
+                yield from warm_up._listed(make, tokens, capacity, form == "paged_fp8")
+    if "partials" in chain.kv:
+        for count in chain.partials:
+            yield warm_up._merge(make, count, tokens)
+    if "opaque" in chain.kv:
+        args = (make.q(tokens), *make.tables(tokens), chain.groups, *chain.quantisation)
+        yield f"inverse{chain.suffix}", args, {}
+    if chain.quant:
+        weight = make.empty(chain.groups, chain.rank, chain.width, dtype=torch.float8_e4m3fn)
+        factors = make.empty(chain.groups, chain.rank // 128, chain.width // 128, dtype=torch.float32)
+        yield warm_up._product(make, tokens, weight, factors)
 
 
 if __name__ == "__main__":

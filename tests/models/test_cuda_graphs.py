@@ -1,0 +1,109 @@
+"""CUDA graphs of transformers' DeepSeek-V4 on a GPU: Inductor's mode and capture by hand give the same results, in as
+many pieces as without the pass."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.8")
+pytest.importorskip("triton")
+
+import fusion_pass  # noqa: E402
+from fusion_pass.models import random_deepseek_v4, replace_grouped_linear  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(
+            enable_autograd_cache=False):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def partitions(monkeypatch):
+    """For every graph that Inductor compiles: how many pieces of it become CUDA graphs."""
+    from torch._inductor.scheduler import Scheduler
+
+    counts = []
+    original = Scheduler.graph_partition
+
+    def counting(self):
+        result = original(self)
+        counts.append(sum(not signature.skip_cudagraph for signature in result[1]))
+        return result
+
+    monkeypatch.setattr(Scheduler, "graph_partition", counting)
+    return counts
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp8"])
+def model(request):
+    model = random_deepseek_v4("tiny", device="cuda", experts="grouped_mm")
+    if request.param == "fp8":
+        replace_grouped_linear(model)
+    return model
+
+
+def relative(value, wanted):
+    return ((value.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def prompt():
+    return torch.randint(0, 500, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+
+
+def replayed(call, *args, **kwargs):
+    """The third call of a function in CUDA-graph mode (the first two warm up and record)."""
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        result = call(*args, **kwargs).logits.clone()
+    return result
+
+
+@pytest.mark.parametrize("how", ["mode", "options"])
+def test_reduce_overhead(model, partitions, how):
+    ids = prompt()
+    plain = torch.compile(model, backend="fusion_pass", fullgraph=True)(ids, use_cache=False).logits
+    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    counts = {}
+    for backend in ("inductor", "fusion_pass"):
+        torch._dynamo.reset()
+        partitions.clear()
+        known = len(fusion_pass.reports())
+        arguments = {"mode": "reduce-overhead"}
+        if how == "options" and backend == "fusion_pass":
+            arguments = {"options": {"mode": "reduce-overhead"}}
+        logits = replayed(torch.compile(model, backend=backend, fullgraph=True, **arguments), ids, use_cache=False)
+        counts[backend] = list(partitions)
+    assert [len(report.fused) for report in fusion_pass.reports()[known:]] == [3]
+    assert counts["fusion_pass"] == counts["inductor"] and counts["inductor"], counts
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skipped
+    assert relative(logits, plain) < 1e-6, "replaying does what running does"
+
+
+def test_capture_by_hand(model):
+    """A decode step with transformers' own cache, captured and replayed on another token."""
+    ids = prompt()
+    filled = transformers.DynamicCache(config=model.config)
+    model(ids, past_key_values=filled, use_cache=True)
+    compiled = torch.compile(model, backend="fusion_pass", fullgraph=True)
+
+    def step(token):
+        return compiled(token, past_key_values=copy.deepcopy(filled), use_cache=True).logits
+
+    token = ids[:, :1].clone()
+    step(token), step(token)
+    cache = copy.deepcopy(filled)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = compiled(token, past_key_values=cache, use_cache=True).logits
+    for column in (0, 7):
+        token.copy_(ids[:, column:column + 1])
+        graph.replay()
+        torch.cuda.synchronize()
+        assert relative(logits, step(token)) < 1e-6
