@@ -19,7 +19,14 @@ _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors,
 
 # Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
-TUNING = {"OUTSTANDING": 1, "ASYNC_ARRIVE": True, "ROLLED": True, "RELEASE": False, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 72}
+TUNING = {
+    "OUTSTANDING": 1,
+    "ASYNC_ARRIVE": True,
+    "ROLLED": True,
+    "RELEASE": False,
+    "CONSUMER_REGISTERS": 224,
+    "PRODUCER_REGISTERS": 72,
+}
 WARM = None  # experiment: (tensor, first pair, pairs, 16 KiB blocks per pair and CTA)
 PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 80, "ROLLED": True}
 

@@ -307,7 +307,9 @@ def producer(sh, keys, jobs, q, q_strides, warm, BATCHED: gl.constexpr, WARM: gl
                     line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
                     for r in range(size):
                         place = ((gl.program_id(0) * count + part) * size + r).to(gl.int64) * 16384 + line * 128
-                        gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l", [base + place], dtype=gl.int32, is_pure=False, pack=1)
+                        gl.inline_asm_elementwise(
+                            PREFETCH_ASM, "=r,l", [base + place], dtype=gl.int32, is_pure=False, pack=1
+                        )
             if sh.ROLLED:
                 for half in range(2):
                     tile = 2 * j + half

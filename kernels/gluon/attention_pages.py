@@ -37,7 +37,8 @@ DECODE_ASM = gl.constexpr(
 # A scale 2**(e - 127) as a pair of bf16, e in the lowest or second byte; e = 0 is the subnormal 0x40.
 SCALE_ASM = gl.constexpr(
     tuple(
-        "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x444%d; shl.b32 t, t, 7; max.u32 t, t, 0x40; prmt.b32 $0, t, 0, 0x1010; }" % b
+        "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x444%d; shl.b32 t, t, 7; max.u32 t, t, 0x40; prmt.b32 $0, t, 0, 0x1010; }"
+        % b
         for b in (0, 1)
     )
 )

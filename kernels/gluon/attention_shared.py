@@ -31,8 +31,26 @@ class Shared:
     ASYNC_ARRIVE: gl.constexpr  # how chunks are released
 
     @gluon.constexpr_function
-    def __init__(self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn,
-                 k_all, terms_all, ROLLED, ASYNC_ARRIVE):
+    def __init__(
+        self,
+        q,
+        k,
+        p,
+        stats,
+        terms,
+        full,
+        empty,
+        terms_ready,
+        p_ready,
+        sum_ready,
+        q_full,
+        q_empty,
+        turn,
+        k_all,
+        terms_all,
+        ROLLED,
+        ASYNC_ARRIVE,
+    ):
         self.q = q
         self.k = k
         self.p = p

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .interpreter import load_fp32
+from .interpreter import interpreted, load_fp32
 
 WORKSPACE_BYTES = 64 << 20  # of the lists of one pass
 
@@ -44,7 +44,7 @@ def _scan(mask_row, stride_key, index_row, bias_row, first_key, low, high, first
         "token0", "stride_batch", "queries", "keys", "list_stride", "causal", "window", "key_stride_batch", "lowest",
     ]
 )  # fmt: skip
-def _compact_kernel(
+def list_visible_keys(
     mask,
     stride_batch,
     stride_query,
@@ -126,7 +126,7 @@ def visible_key_lists(
     boolean = mask.dtype == torch.bool
     batches, queries, keys = mask.shape
     view = mask.view(torch.uint8) if boolean else mask
-    _compact_kernel[(tokens,)](
+    list_visible_keys[(tokens,)](
         view,
         0 if batches == 1 else view.stride(0),
         view.stride(1),
@@ -142,7 +142,7 @@ def visible_key_lists(
         window,
         key_stride_batch,
         0.0 if boolean else max(torch.finfo(mask.dtype).min / 2, -1e30),
-        BLOCK=128 if keys <= 128 else 1024,  # two sizes only: the number of compiled kernels stays bounded
+        BLOCK=128 if interpreted() else 1024,
         BOOL=boolean,
         BIAS=bias is not None,
         MINIMUM_ROWS=minimum_rows and not boolean,
