@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..tuning import attention as tuning_data
 from .gate import HEAD_DIM
 
 TILE = 64
@@ -21,14 +22,10 @@ _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors,
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
 TUNING = {
     "OUTSTANDING": 1,
-    "ASYNC_ARRIVE": True,
-    "ROLLED": True,
-    "RELEASE": False,
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
-WARM = None  # experiment: (tensor, first pair, pairs, 16 KiB blocks per pair and CTA)
-PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 80, "ROLLED": True}
+PAGED_TUNING = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,6 @@ def _launch(
         q if lists is None or lists.length2 is None else lists.length2,
         q if lists is None or lists.bias is None else lists.bias,
         q if sink is None else sink.contiguous(),
-        q if WARM is None else WARM[0].view(torch.uint8),
         epilogue.cos if rope else q,
         epilogue.sin if rope else q,
         out,
@@ -174,7 +170,6 @@ def _launch(
         0 if lists is None else lists.width2,
         kv.stride(0) // 16 if paged else 0,
         extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
-        *(WARM[1:] if WARM is not None else (0, 0, 0)),
         queries,
         window,
         int(causal),
@@ -184,6 +179,7 @@ def _launch(
         epilogue.cos.shape[0] if rope else 1,
         total,
         scales.shape[-1] // (4 if packed else 1) if scales is not None else 0,
+        int(tuning_data.release_early(tokens * heads, splits)),
         HEADS=heads,
         PER_GROUP=heads // epilogue.groups,
         HALF=epilogue.cos.shape[1] if rope else 32,
@@ -197,7 +193,6 @@ def _launch(
         STRIDE0=page_sizes[0] if paged else _row_stride(kv),
         STRIDE1=page_sizes[1] if paged else _row_stride(kv if extra_kv is None else extra_kv),
         PAGED=paged,
-        WARM=WARM is not None,
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",

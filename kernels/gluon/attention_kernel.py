@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from .attention_epilogue import Output
-from .attention_pages import PREFETCH_ASM, Pages, load_q, pages_producer
+from .attention_pages import Pages, load_q, pages_producer
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
@@ -61,23 +61,9 @@ def softmax_step(s, term, maximum, scale):
 
 
 @gluon.jit
-def release(sh, CHUNK: gl.constexpr):
-    """Give a chunk back to the producer: its last product (of this warpgroup, its only reader now) is done."""
-    if sh.ASYNC_ARRIVE:
-        # every thread for itself, without the barrier of the warpgroup that `arrive` costs
-        async_copy.mbarrier_arrive(sh.empty[CHUNK], increment_count=False)
-    else:
-        mbarrier.arrive(sh.empty[CHUNK])
-
-
-@gluon.jit
 def key_chunk(sh, CHUNK: gl.constexpr, z):
     """A chunk's buffer [64 keys, 128 columns]."""
-    if sh.ROLLED:
-        buffer = sh.k_all.index(z + CHUNK)
-    else:
-        buffer = sh.k[CHUNK].index(z)
-    return buffer
+    return sh.k.index(z + CHUNK)
 
 
 @gluon.jit
@@ -96,7 +82,7 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
 def load_term(sh, parity, TILE_OF_PAIR: gl.constexpr):
     """Additive scores of a tile's keys, which the producer leaves in shared memory."""
     mbarrier.wait(sh.terms_ready[TILE_OF_PAIR], parity)
-    return sh.terms[TILE_OF_PAIR].load(gl.SliceLayout(0, SCORES))
+    return sh.terms.index(TILE_OF_PAIR).load(gl.SliceLayout(0, SCORES))
 
 
 @gluon.jit
@@ -117,7 +103,7 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
     ob = rescale(ob, factor)
     tb = warpgroup_mma(operand, key_chunk(sh, 1, z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
-    release(sh, 0)
+    mbarrier.arrive(sh.empty[0])
     # the other tile
     mbarrier.wait(sh.p_ready[1], parity)
     m = sh.stats[1].load(gl.SliceLayout(1, SCORES))
@@ -126,16 +112,16 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
     oa = rescale(oa, factor)
     ta = warpgroup_mma(sh.p[1].index(z), key_chunk(sh, 4, z), oa, is_async=True)
     ob = warpgroup_mma_wait(1, deps=[tb])
-    release(sh, 1)
+    mbarrier.arrive(sh.empty[1])
     ob = rescale(ob, factor)
     tb = warpgroup_mma(sh.p[1].index(z), key_chunk(sh, 5, z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
-    release(sh, 4)
+    mbarrier.arrive(sh.empty[4])
     if not last:
         t = gl.zeros([TILE, TILE], gl.float32, SCORES)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 0)
         ob = warpgroup_mma_wait(1, deps=[tb])
-        release(sh, 5)
+        mbarrier.arrive(sh.empty[5])
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 2)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 1)
         t = scores_chunk(sh, t, z, parity ^ 1, 0, 3)
@@ -146,7 +132,7 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
         s = warpgroup_mma_wait(0, deps=[t])
     else:
         ob = warpgroup_mma_wait(0, deps=[tb])
-        release(sh, 5)
+        mbarrier.arrive(sh.empty[5])
     return s, term, m, l, oa, ob
 
 
@@ -237,17 +223,17 @@ def consumer_right(sh, keys, jobs, output, scale):
             l = l * (before * after) + gl.sum(p, 1)
             operand = gl.convert_layout(pb, PROBABILITIES)
             oa = warpgroup_mma_wait(1, deps=[ta])
-            release(sh, 2)
+            mbarrier.arrive(sh.empty[2])
             oa = rescale(oa, after)
             ta = warpgroup_mma(operand, key_chunk(sh, 6, z), oa, is_async=True)
             ob = warpgroup_mma_wait(1, deps=[tb])
-            release(sh, 3)
+            mbarrier.arrive(sh.empty[3])
             ob = rescale(ob, after)
             tb = warpgroup_mma(operand, key_chunk(sh, 7, z), ob, is_async=True)
             oa = warpgroup_mma_wait(1, deps=[ta])
-            release(sh, 6)
+            mbarrier.arrive(sh.empty[6])
             ob = warpgroup_mma_wait(0, deps=[tb])
-            release(sh, 7)
+            mbarrier.arrive(sh.empty[7])
             oa = pin(oa)
             ob = pin(ob)
         sink = output.load_sink(block)
@@ -263,21 +249,12 @@ def consumer_right(sh, keys, jobs, output, scale):
 
 
 @gluon.jit
-def gather_chunk(sh, pointers, valid, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constexpr):
-    """Refill one chunk once it is free. Invalid keys get zeros and read nothing, so that no pool's content can leak."""
-    mbarrier.wait(sh.empty[TILE_OF_PAIR * 4 + CHUNK], parity)
-    async_copy.async_copy_global_to_shared(
-        sh.k[TILE_OF_PAIR * 4 + CHUNK].index(0), pointers + COLUMNS * CHUNK, mask=valid
-    )
-    async_copy.mbarrier_arrive(sh.full[TILE_OF_PAIR * 4 + CHUNK], increment_count=False)
-
-
-@gluon.jit
-def gather_slot(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
-    """`gather_chunk` with the tile of the pair as a runtime value."""
+def gather_chunk(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
+    """Refill one chunk of tile `half` of the pair once it is free. Invalid keys get zeros and read nothing, so that no
+    pool's content can leak."""
     mbarrier.wait(sh.empty[CHUNK], parity, pred=half == 0)
     mbarrier.wait(sh.empty[4 + CHUNK], parity, pred=half != 0)
-    async_copy.async_copy_global_to_shared(sh.k_all.index(half * 4 + CHUNK), pointers + COLUMNS * CHUNK, mask=valid)
+    async_copy.async_copy_global_to_shared(sh.k.index(half * 4 + CHUNK), pointers + COLUMNS * CHUNK, mask=valid)
     if half == 0:
         async_copy.mbarrier_arrive(sh.full[CHUNK], increment_count=False)
     else:
@@ -285,9 +262,9 @@ def gather_slot(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def producer(sh, keys, jobs, q, q_strides, warm, BATCHED: gl.constexpr, WARM: gl.constexpr):
+def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8] if sh.ROLLED else [2, 16], [4, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WIDE))
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE)), 0)
     done = 0
@@ -300,71 +277,42 @@ def producer(sh, keys, jobs, q, q_strides, warm, BATCHED: gl.constexpr, WARM: gl
         load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
         for j in range(low, high):
             parity = (done & 1) ^ 1
-            if WARM:
-                base, start, count, size = warm
-                part = done - start
-                if (part >= 0) & (part < count):
-                    line = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-                    for r in range(size):
-                        place = ((gl.program_id(0) * count + part) * size + r).to(gl.int64) * 16384 + line * 128
-                        gl.inline_asm_elementwise(
-                            PREFETCH_ASM, "=r,l", [base + place], dtype=gl.int32, is_pure=False, pack=1
-                        )
-            if sh.ROLLED:
-                for half in range(2):
-                    tile = 2 * j + half
-                    index = pin_int(index)
-                    valid = keys.valid(index, tile, count0)
-                    term = keys.term(valid, tile, lane, list_row, count0)
-                    pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
-                    mask = gl.expand_dims(valid, 1)
-                    index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
-                    gather_slot(sh, pointers, mask, parity, half, 0)
-                    sh.terms_all.index(half).store(term)
-                    mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
-                    mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
-                    gather_slot(sh, pointers, mask, parity, half, 2)
-                    gather_slot(sh, pointers, mask, parity, half, 1)
-                    gather_slot(sh, pointers, mask, parity, half, 3)
-            else:
-                for half in gl.static_range(2):
-                    tile = 2 * j + half
-                    index = pin_int(index)
-                    valid = keys.valid(index, tile, count0)
-                    term = keys.term(valid, tile, lane, list_row, count0)
-                    pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
-                    mask = gl.expand_dims(valid, 1)
-                    index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
-                    gather_chunk(sh, pointers, mask, parity, half, 0)
-                    sh.terms[half].store(term)  # the chunk was free, so the last pair's terms have been read
-                    mbarrier.arrive(sh.terms_ready[half])
-                    gather_chunk(sh, pointers, mask, parity, half, 2)
-                    gather_chunk(sh, pointers, mask, parity, half, 1)
-                    gather_chunk(sh, pointers, mask, parity, half, 3)
+            for half in range(2):
+                tile = 2 * j + half
+                index = pin_int(index)
+                valid = keys.valid(index, tile, count0)
+                term = keys.term(valid, tile, lane, list_row, count0)
+                pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
+                mask = gl.expand_dims(valid, 1)
+                index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
+                gather_chunk(sh, pointers, mask, parity, half, 0)
+                sh.terms.index(half).store(term)
+                mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
+                mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
+                gather_chunk(sh, pointers, mask, parity, half, 2)
+                gather_chunk(sh, pointers, mask, parity, half, 1)
+                gather_chunk(sh, pointers, mask, parity, half, 3)
             done += 1
         turn += 1
 
 
 RUNTIME_INTEGERS = [
     "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
-    "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "warm_start", "warm_count", "warm_bytes",
-    "queries", "window", "causal", "q_batch_stride", "q_token_stride",
-    "q_head_stride", "rope_period", "total", "padded", "scale", "floor",
+    "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "queries", "window", "causal", "q_batch_stride", "q_token_stride",
+    "q_head_stride", "rope_period", "total", "padded", "release", "scale", "floor",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
 def attention_kernel(
-    q, kv0, kv1, index0, index1, length0, length1, bias, sink, warm, cos, sin, out, scales, lse,
+    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
     scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
-    width0, width1, page_stride0, page_stride1, warm_start,
-    warm_count, warm_bytes, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded,
+    width0, width1, page_stride0, page_stride1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded, release,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, WARM: gl.constexpr, OUTSTANDING: gl.constexpr, ASYNC_ARRIVE: gl.constexpr, ROLLED: gl.constexpr, RELEASE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
@@ -378,9 +326,9 @@ def attention_kernel(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
-    if RELEASE:
+    if release != 0:
         gdc_launch_dependents()
-    sh = allocate_shared(ASYNC_ARRIVE, ROLLED, PAGED)
+    sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     if PAGED:
         pages = Pages(kv0, kv1, page_stride0, page_stride1, STRIDE0, STRIDE1)
@@ -398,7 +346,7 @@ def attention_kernel(
             [
                 (consumer_right, (sh, keys, jobs, output, scale)),
                 (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                (producer, (sh, keys, jobs, q, q_strides, (warm, warm_start, warm_count, warm_bytes), BATCHED, WARM)),
+                (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

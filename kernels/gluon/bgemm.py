@@ -10,8 +10,7 @@ from ..modes import current
 from ..tuning.bgemm import Form, hopper_form
 from .gate import hopper_reason
 
-MIN_TOKENS = 17
-TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "ASYNC_ARRIVE": False}
+TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
 
 
 def unsupported_reason(
@@ -26,8 +25,6 @@ def unsupported_reason(
     groups, tokens, width = codes.shape
     if current().batch_invariant:
         return "batch_invariant: one kernel for every number of tokens, the portable one"
-    if tokens < MIN_TOKENS:
-        return f"{tokens} tokens: below {MIN_TOKENS} the weight-streaming kernel is faster"
     for name in ("block", "weight_block"):
         if parameters[name] != 128:
             return f"{name} {parameters[name]}; 128 only"
@@ -50,14 +47,15 @@ def launch(
     out: Tensor,
     *,
     form: Form | None = None,
-    pdl: bool = False,
+    pdl: bool = True,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """out[t, g, r] = sum over k of (codes * scales)[g, t, k] * (weight * weight_scales)[g, r, k].
 
     codes [G, T, K] and weight [G, R, K] float8_e4m3fn; scales fp32 [G, K/128, M] or int32 [G, K/512, M] (four exponent
     bytes per word, lowest block in the low byte), M >= T a multiple of 4; weight_scales [G, R/128, K/128] fp32,
-    float8_e8m0fnu or uint8 exponents; out [T, G, R] contiguous, 16-bit. T must be positive.
+    float8_e8m0fnu or uint8 exponents; out [T, G, R] contiguous, 16-bit. T must be positive. pdl: start while the kernel
+    before finishes, and wait for it before any operand is read.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -96,6 +94,7 @@ def launch(
         PACKED_X=scales.dtype == torch.int32,
         BYTES_W=byte_weights,
         PDL=pdl,
+        ORDERED=form.ordered,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
         **(TUNING | (tuning or {})),

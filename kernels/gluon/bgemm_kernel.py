@@ -90,9 +90,10 @@ class Ring:
     sums: gl.shared_memory_descriptor  # fp32, of the second warpgroup, if the tiles are shared along K
     sums_full: gl.shared_memory_descriptor
     sums_empty: gl.shared_memory_descriptor
+    order: gl.tuple  # whose product may start
 
     @gluon.constexpr_function
-    def __init__(self, x, w, scales, full, empty, sums, sums_full, sums_empty):
+    def __init__(self, x, w, scales, full, empty, sums, sums_full, sums_empty, order):
         self.x = x
         self.w = w
         self.scales = scales
@@ -101,6 +102,7 @@ class Ring:
         self.sums = sums
         self.sums_full = sums_full
         self.sums_empty = sums_empty
+        self.order = order
 
 
 @aggregate
@@ -134,18 +136,8 @@ class WeightScales:
 
 
 @gluon.jit
-def release(empty, stage, ASYNC_ARRIVE: gl.constexpr):
-    """Give a stage back to the producer."""
-    if ASYNC_ARRIVE:
-        # every thread for itself, without the barrier of the warpgroup that `arrive` costs
-        async_copy.mbarrier_arrive(empty.index(stage), increment_count=False)
-    else:
-        mbarrier.arrive(empty.index(stage))
-
-
-@gluon.jit
 def write(acc, staging, out, first, group, row0, tiles, SWAP: gl.constexpr, GROUPS: gl.constexpr):
-    """Store a tile of fp32 sums as out[t, g, r], 16 bytes per thread and store. acc [tokens, rows], SWAP: transposed."""
+    """Store a tile of fp32 sums as out[t, g, r]. acc [tokens, rows], SWAP: transposed."""
     width: gl.constexpr = tiles.ROW_TILES * tiles.WEIGHT_ROWS
     if SWAP:
         token = first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
@@ -177,9 +169,26 @@ def write_half(x, staging, out, offset, row0, inside, WIDE: gl.constexpr):
 
 
 @gluon.jit
+def ordered_product(ring, x, w, t, turn, WHICH: gl.constexpr):
+    """x[64, 128] @ w[128, 128]^T, once the other warpgroup's product before it is half done.
+
+    Unordered, both warpgroups multiply at the same time and then promote at the same time, with idle tensor cores.
+    """
+    mbarrier.wait(ring.order[WHICH], (turn & 1) ^ (1 - WHICH))
+    half = x.slice(0, 64, dim=1)
+    t = warpgroup_mma(half, w.slice(0, 64, dim=1).permute((1, 0)), t, use_acc=False, is_async=True)
+    half = x.slice(64, 64, dim=1)
+    t = warpgroup_mma(half, w.slice(64, 64, dim=1).permute((1, 0)), t, is_async=True)
+    t = warpgroup_mma_wait(1, deps=[t])
+    # every thread for itself, without the barrier of the warpgroup that `arrive` costs
+    async_copy.mbarrier_arrive(ring.order[1 - WHICH], increment_count=False)
+    return t
+
+
+@gluon.jit
 def consumer(
     ring, staging, tiles, scales, out, WHICH: gl.constexpr, SWAP: gl.constexpr, GROUPS: gl.constexpr,
-    ASYNC_ARRIVE: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WHICH of two: its share of every tile."""
     N: gl.constexpr = tiles.TOKENS if SWAP else (64 if tiles.TOKENS == 64 else 128)
@@ -192,6 +201,7 @@ def consumer(
     STEP: gl.constexpr = 2 if ALONG_K else 1
     B0: gl.constexpr = WHICH if ALONG_K else 0
     turn = gl.program_id(0) * 0
+    products = turn
     stage = gl.program_id(0) * 0
     phase = stage
     for tile in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
@@ -211,23 +221,31 @@ def consumer(
                     t = warpgroup_mma(w_tile.slice(R0, 64), x_tile.permute((1, 0)), t, use_acc=False, is_async=True)
                     x = ring.scales.index(slot).slice(0, N).load(SCALES)
                 else:
-                    part = w_tile.slice(R0, N).permute((1, 0))
-                    t = warpgroup_mma(x_tile.slice(T0, ROWS), part, t, use_acc=False, is_async=True)
+                    if ORDERED:
+                        t = ordered_product(ring, x_tile.slice(T0, ROWS), w_tile, t, products, WHICH)
+                        products += 1
+                    else:
+                        part = w_tile.slice(R0, N).permute((1, 0))
+                        t = warpgroup_mma(x_tile.slice(T0, ROWS), part, t, use_acc=False, is_async=True)
                     x = ring.scales.index(slot).slice(T0, ROWS).load(SCALES)
                 factor = gl.expand_dims(scales.product(x, w, k + b), 0 if SWAP else 1)
                 t = warpgroup_mma_wait(0, deps=[t])
                 if HALVES == 1:
                     if b + STEP >= tiles.BLOCKS:
-                        release(ring.empty, stage, ASYNC_ARRIVE)
+                        mbarrier.arrive(ring.empty.index(stage))
                 acc0 = pin(acc0 + t * factor)
                 if HALVES == 2:
-                    part = w_tile.slice(R0, N).permute((1, 0))
-                    t = warpgroup_mma(x_tile.slice(T0 + ROWS, ROWS), part, t, use_acc=False, is_async=True)
+                    if ORDERED:
+                        t = ordered_product(ring, x_tile.slice(T0 + ROWS, ROWS), w_tile, t, products, WHICH)
+                        products += 1
+                    else:
+                        part = w_tile.slice(R0, N).permute((1, 0))
+                        t = warpgroup_mma(x_tile.slice(T0 + ROWS, ROWS), part, t, use_acc=False, is_async=True)
                     x = ring.scales.index(slot).slice(T0 + ROWS, ROWS).load(SCALES)
                     factor = gl.expand_dims(scales.product(x, w, k + b), 1)
                     t = warpgroup_mma_wait(0, deps=[t])
                     if b + STEP >= tiles.BLOCKS:
-                        release(ring.empty, stage, ASYNC_ARRIVE)
+                        mbarrier.arrive(ring.empty.index(stage))
                     acc1 = pin(acc1 + t * factor)
                 w = next_w
             stage, phase = tiles.following(stage, phase)
@@ -284,7 +302,7 @@ def bgemm_kernel(
     x_rows, w_rows, scale_rows, w_scales, out, tiles_count, tokens, blocks_t, padded,
     GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
     WEIGHT_ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, SWAP: gl.constexpr,
-    PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, ASYNC_ARRIVE: gl.constexpr, PDL: gl.constexpr,
+    PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr, ORDERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K]; scale_rows: of all token scales, flat; see `launch`."""
@@ -299,20 +317,22 @@ def bgemm_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
-        mbarrier.init(empty.index(s), count=256 if ASYNC_ARRIVE else 2)
+        mbarrier.init(empty.index(s), count=2)
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    staging0 = gl.allocate_shared_memory(out.dtype.element_ty, [ROWS, 64], OUT)
-    staging1 = gl.allocate_shared_memory(out.dtype.element_ty, [ROWS, 64], OUT)
+    STAGED: gl.constexpr = 8 if SWAP else ROWS  # the swapped form stores from registers
+    staging0 = gl.allocate_shared_memory(out.dtype.element_ty, [STAGED, 64], OUT)
+    staging1 = gl.allocate_shared_memory(out.dtype.element_ty, [STAGED, 64], OUT)
     SUM_ROWS: gl.constexpr = ROWS if WEIGHT_ROWS == 64 else 1
     SUM_COLUMNS: gl.constexpr = TOKENS if SWAP else 64
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [SUM_ROWS, SUM_COLUMNS], PLAIN)
+    order = (allocate_barrier(128), allocate_barrier(128))
     fence_async_shared()
-    ring = Ring(x, w, raw, full, empty, sums, allocate_barrier(1), allocate_barrier(1))
+    ring = Ring(x, w, raw, full, empty, sums, allocate_barrier(1), allocate_barrier(1), order)
     gl.warp_specialize(
         [
-            (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, ASYNC_ARRIVE)),
-            (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, ASYNC_ARRIVE)),
+            (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, ORDERED)),
+            (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, ORDERED)),
             (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
         ],
         [4, 4],

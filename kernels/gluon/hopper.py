@@ -269,7 +269,10 @@ class Jobs:
         if self.SPLIT:  # runtime divisions are slow: none without need
             split = list_row // self.tokens
             list_row -= split * self.tokens
-        return job % blocks, split, list_row, self.token0 + list_row
+        block = job % blocks
+        if blocks == 1:
+            block = job >> 30  # zero, but not a constant: the compiler would keep all that it implies in registers
+        return block, split, list_row, self.token0 + list_row
 
     @gluon.jit
     def pairs(self, split, count0, count1):
@@ -292,15 +295,6 @@ def allocate_barrier(count: gl.constexpr):
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=count)
     return barrier
-
-
-@gluon.jit
-def allocate_barriers(number: gl.constexpr, count: gl.constexpr):
-    """An array of mbarriers, for a running index."""
-    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(barriers.index(i), count=count)
-    return barriers
 
 
 def triton_version() -> tuple[int, int]:

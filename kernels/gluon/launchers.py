@@ -19,7 +19,6 @@ from . import attention, bgemm, deepgemm, gate
 from .attention import Epilogue
 
 PRIORITY = 10
-PDL = {"merge": False, "bgemm": False}
 
 
 def _register(op, refuses, launch) -> None:
@@ -58,7 +57,7 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
     out = epilogue.out.view(torch.uint8) if quant else epilogue.out
     decision = merging.decide(partials, None, epilogue=True)
-    decision = replace(decision, pdl=PDL["merge"])
+    decision = replace(decision, pdl=True)
     merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after)
 
 
@@ -285,7 +284,7 @@ def _refuses_bgemm(codes, scales, weight, weight_scales, block, weight_block, ou
 
 
 def _launch_bgemm(outs, codes, scales, weight, weight_scales, block, weight_block, out_dtype):
-    bgemm.launch(codes, scales, weight, weight_scales, outs[0], pdl=PDL["bgemm"])
+    bgemm.launch(codes, scales, weight, weight_scales, outs[0])
 
 
 _register("fp8_bgemm", _refuses_bgemm, _launch_bgemm)

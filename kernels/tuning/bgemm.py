@@ -96,7 +96,8 @@ class Form:
     """Tile of the warp-specialised Hopper kernel: 16, 32 (swap) or 64, 128, 256 tokens x 64 or 128 weight rows.
 
     Stages of `blocks` blocks of K; shared memory holds stages * blocks * (tokens * 132 + weight_rows * 128) bytes and
-    16 KiB more, of 227 KiB. Tiles of 64 weight rows take at most 64 tokens and an even `blocks`.
+    16 KiB more, of 227 KiB. Tiles of 64 weight rows take at most 64 tokens and an even `blocks`. `ordered`: the two
+    warpgroups' products take turns (128 and 256 tokens).
     """
 
     tokens: int
@@ -104,23 +105,31 @@ class Form:
     stages: int
     blocks: int
     swap: bool = False
+    ordered: bool = False
 
 
-FORM_16 = Form(16, 128, 5, 2, True)
-FORM_32 = Form(32, 128, 5, 2, True)
-FORM_64 = Form(64, 128, 8, 1)
-FORM_128 = Form(128, 128, 6, 1)
-FORM_256 = Form(256, 128, 4, 1)
+# Few tokens: the weight's stream is the limit. (tokens up to, wide form, form for at most NARROW_ROWS weight rows)
+HOPPER_STREAMING: list[tuple[int, Form, Form]] = [
+    (16, Form(16, 128, 5, 2, swap=True), Form(16, 128, 5, 2, swap=True)),
+    (32, Form(32, 128, 5, 2, swap=True), Form(32, 128, 5, 2, swap=True)),
+    (64, Form(64, 128, 4, 2), Form(64, 64, 5, 2)),
+]
+# More tokens: microseconds of one wave of tiles at K = 4096 on an H200 whose weights are in L2.
+HOPPER_WAVES: list[tuple[Form, float]] = [
+    (Form(64, 128, 4, 2), 12.5),
+    (Form(128, 128, 6, 1), 18.0),
+    (Form(256, 128, 4, 1), 26.0),
+]
 
 
 def hopper_form(tokens: int, weight_rows: int, sm_count: int) -> Form:
     """The form for ``tokens`` tokens and ``weight_rows`` = G * R."""
-    for form in (FORM_16, FORM_32, FORM_64):
-        if tokens <= form.tokens:
-            return form
-    # whichever needs the smaller total of waves times work per tile
-    cost = {
-        form: -(-(weight_rows // 128 * -(-tokens // form.tokens)) // sm_count) * (form.tokens / 128 + 0.15)
-        for form in (FORM_128, FORM_256)
-    }
-    return min(cost, key=cost.__getitem__)
+    for limit, wide, narrow in HOPPER_STREAMING:
+        if tokens <= limit:
+            return narrow if weight_rows <= NARROW_ROWS else wide
+
+    def cost(form: Form, wave: float) -> float:
+        tiles = weight_rows // form.weight_rows * -(-tokens // form.tokens)
+        return -(-tiles // sm_count) * wave
+
+    return min(HOPPER_WAVES, key=lambda row: cost(*row))[0]

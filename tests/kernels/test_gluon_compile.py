@@ -38,7 +38,6 @@ BASE = {
     "STRIDE0": 512,
     "STRIDE1": 512,
     "PAGED": False,
-    "WARM": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
 # name: (epilogue, constants, pointer types)
