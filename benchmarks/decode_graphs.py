@@ -33,8 +33,11 @@ STEPS = 20
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows: batch, variant, way, ms (median), partitions, fused, difference_from_eager; ``tokens`` are the batches."""
-    cases = [case for case in itertools.product(args.tokens or BATCHES, VARIANTS, WAYS)
-             if case[1:] != ("inductor", "options") and not (case[0] != BATCHES[0] and case[2] == "options")]
+    cases = [
+        case
+        for case in itertools.product(args.tokens or BATCHES, VARIANTS, WAYS)
+        if case[1:] != ("inductor", "options") and not (case[0] != BATCHES[0] and case[2] == "options")
+    ]
     context = torch.multiprocessing.get_context("spawn")
     barrier, lock, results = context.Barrier(len(cases)), context.Lock(), context.Queue()
     processes = [context.Process(target=_case, args=(case, barrier, lock, results)) for case in cases]
@@ -70,8 +73,9 @@ def _case(case: tuple[int, str, str], barrier: Any, lock: Any, results: Any) -> 
     results.put(row)
 
 
-def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dict[str, Any],
-            context: int = CONTEXT) -> Callable[[], None]:
+def prepare(
+    model: torch.nn.Module, batch: int, variant: str, way: str, row: dict[str, Any], context: int = CONTEXT
+) -> Callable[[], None]:
     """Compile a step and run it; the function that is returned times it and completes ``row``."""
     from transformers import DynamicCache
 
@@ -88,7 +92,7 @@ def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dic
     call = _compiled(model, variant, way)
 
     def step() -> Callable[[], torch.Tensor]:
-        cache = copy.deepcopy(filled)       # a step changes its cache
+        cache = copy.deepcopy(filled)  # a step changes its cache
         return lambda: call(token, past_key_values=cache, use_cache=True).logits
 
     for _ in range(3):

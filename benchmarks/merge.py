@@ -50,9 +50,7 @@ def variants(problem: Problem, quantise: bool) -> dict[str, KvSplitDecision]:
     element_size = problem.partials.element_size()
     properties = torch.cuda.get_device_properties(problem.partials.device)
     found = {"serial, whole row": serial_whole_row(1), "serial, whole row, 4 loads": serial_whole_row(4)}
-    table = reduction.measured_table(
-        properties.multi_processor_count, (properties.major, properties.minor)
-    )
+    table = reduction.measured_table(properties.multi_processor_count, (properties.major, properties.minor))
     by_rows = table.measured(element_size, quantise) if table else {}
     layouts = reduction.measured_layouts(by_rows, count, tokens * heads) if by_rows else {}
     for kv_split in reduction.KV_SPLITS:

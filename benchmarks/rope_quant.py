@@ -37,17 +37,20 @@ def run(args: argparse.Namespace) -> list[dict]:
             angle = torch.rand(tokens, half, device="cuda") * 6
             cos, sin = angle.cos(), angle.sin()
             inputs = [torch.randn(tokens, shape.heads, shape.head_dim, device="cuda").bfloat16() for _ in range(sets)]
-            outs = [
-                rope_quant.inverse_rope_quant(inputs[0], cos, sin, shape.groups) for _ in range(sets)
-            ]
+            outs = [rope_quant.inverse_rope_quant(inputs[0], cos, sin, shape.groups) for _ in range(sets)]
             tile = rope_quant.layout(tokens, shape.heads, shape.head_dim)
             names = {"one row per warp": (1, 1, 512), "default": tile}
             names |= {f"{t} x {c}, {w} warps": (t, w, c) for t, w, c in TILES if t <= tokens}
             work = {
                 name: [
                     partial(
-                        rope_quant.inverse_rope_quant, inputs[i % sets], cos, sin, shape.groups, out=outs[i % sets],
-                        tile=t
+                        rope_quant.inverse_rope_quant,
+                        inputs[i % sets],
+                        cos,
+                        sin,
+                        shape.groups,
+                        out=outs[i % sets],
+                        tile=t,
                     )
                     for i in range(max(CALLS, sets))
                 ]
@@ -64,8 +67,9 @@ def run(args: argparse.Namespace) -> list[dict]:
                         **timing.row(),
                         "ratio": round(harness.ratio(timings["one row per warp"], timing), 3),
                         "over_best": round(harness.ratio(timing, timings[best]), 3),
-                        "of_bandwidth": round(harness.roofline(timing.us, nbytes=3 * elements, flops=0, peaks=peaks),
-                        3),
+                        "of_bandwidth": round(
+                            harness.roofline(timing.us, nbytes=3 * elements, flops=0, peaks=peaks), 3
+                        ),
                     }
                 )
             del inputs, outs, work

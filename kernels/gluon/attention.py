@@ -25,7 +25,7 @@ TUNING = {
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
-PAGED_TUNING = {"CONSUMER_REGISTERS": 208, "PRODUCER_REGISTERS": 88}
+PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 80}
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def _launch(
         0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
         kv_keys if lists is None else lists.width,
         0 if lists is None else lists.width2,
-        kv.stride(0) // 16 if paged else 0,
-        extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
+        kv.stride(0) // 8 if paged else 0,
+        extra_kv.stride(0) // 8 if paged and extra_kv is not None else 0,
         queries,
         window,
         int(causal),
@@ -243,8 +243,9 @@ def launch_gathered(
 
 
 def pages_aligned(data: Tensor) -> bool:
-    """Whether the kernel's loads from pages [P, page bytes] are aligned."""
-    return data.data_ptr() % 16 == 0 and (data.stride(0) % 16 == 0 or data.shape[0] == 1)
+    """Whether the kernel can read pages [P, page bytes] where they are: in words of 8 bytes with 32-bit offsets."""
+    aligned = data.data_ptr() % 8 == 0 and (data.stride(0) % 8 == 0 or data.shape[0] == 1)
+    return aligned and data.shape[0] * data.stride(0) // 8 < 1 << 31
 
 
 def launch_paged(

@@ -331,7 +331,10 @@ def attention_kernel(
     sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     if PAGED:
-        pages = Pages(kv0, kv1, page_stride0, page_stride1, STRIDE0, STRIDE1)
+        pages = Pages(
+            kv0.to(gl.pointer_type(gl.int64), bitcast=True), kv1.to(gl.pointer_type(gl.int64), bitcast=True),
+            page_stride0, page_stride1, STRIDE0, STRIDE1,
+        )  # fmt: skip
         gl.warp_specialize(
             [
                 (consumer_right, (sh, keys, jobs, output, scale)),

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producer of the Hopper attention that decodes rows of a paged FP8 cache (layout: reference/paged.py).
 
-The rows of the next tile are prefetched into L2; plain loads take the codes of a chunk into registers while the chunk
-before it is decoded. Decoding is a few integer instructions and two packed bf16 products per pair of values, both
+The rows of the next tile are prefetched into L2; plain loads take 64 codes of every row into registers while the 64
+before them are decoded. Decoding is a few integer instructions and two packed bf16 products per pair of values, both
 exact, and what is stored to shared memory is what the bf16 producer would have copied there, so the consumers do not
-know the difference. The loops over tiles and chunks are not unrolled: three warpgroups share one instruction cache.
+know the difference (but for the two NaN codes of E4M3, which give +-480 here: no cache has them). The loops over tiles
+and pieces of a row are not unrolled: three warpgroups share one instruction cache.
 """
 
 from triton.experimental import gluon
@@ -14,14 +15,15 @@ from triton.language.core import _aggregate as aggregate
 
 from .hopper import COLUMNS, HEAD_DIM, MASKED_SCORE, TILE, pin_int
 
-VALUE_BYTES = gl.constexpr(576)  # per row: 448 codes, 64 bf16 values
-EXPONENT_BYTES = gl.constexpr(8)  # per row, behind the values of all rows of the page
+VALUE_WORDS = gl.constexpr(72)  # 8-byte words per row: 448 codes and 64 bf16 values; exponents follow, one word per row
 HALF = gl.constexpr(64)  # columns under one exponent
-LINE = gl.constexpr(72)  # bytes between the addresses that a row's eight lanes prefetch: every 128-byte line is met
+LINE = gl.constexpr(9)  # words between the addresses that a row's eight lanes prefetch: every 128-byte line is met
+PIECES = gl.constexpr(9)  # of 64 bytes per row: seven of codes, two of bf16 values
 
 # Half a chunk's codes in words of four: [64 rows, 8 lanes, 2 words]; its bf16 values in words of two: [64 rows, 32]
 PARTS = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [4, 1, 1], [2, 1, 0]))
 FLAT = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
+FLAT_HALF = gl.constexpr(gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0]))
 WORDS = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))  # half a chunk's buffer as words: the same bytes
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # a whole chunk of q
 
@@ -34,13 +36,9 @@ DECODE_ASM = gl.constexpr(
     "shr.b32 t, b, 4; and.b32 t, t, 0x07F007F0; lop3.b32 b, b, 0x80008000, t, 0xEA; "
     "mul.rn.bf16x2 a, a, u; mul.rn.bf16x2 b, b, u; mul.rn.bf16x2 $0, a, $3; mul.rn.bf16x2 $1, b, $3; }"
 )
-# A scale 2**(e - 127) as a pair of bf16, e in the lowest or second byte; e = 0 is the subnormal 0x40.
+# A scale 2**(e - 127) as a pair of bf16, e in the lowest byte; e = 0 is the subnormal 0x40.
 SCALE_ASM = gl.constexpr(
-    tuple(
-        "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x444%d; shl.b32 t, t, 7; max.u32 t, t, 0x40; prmt.b32 $0, t, 0, 0x1010; }"
-        % b
-        for b in (0, 1)
-    )
+    "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4440; shl.b32 t, t, 7; max.u32 t, t, 0x40; prmt.b32 $0, t, 0, 0x1010; }"
 )
 PREFETCH_ASM = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
@@ -49,9 +47,9 @@ PREFETCH_ASM = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 class Pages:
     """Two paged caches."""
 
-    data0: gl.tensor  # uint8
+    data0: gl.tensor  # int64 words
     data1: gl.tensor
-    stride0: gl.tensor  # bytes from one page to the next / 16
+    stride0: gl.tensor  # words from one page to the next
     stride1: gl.tensor
     SIZE0: gl.constexpr  # rows of a page
     SIZE1: gl.constexpr
@@ -66,24 +64,30 @@ class Pages:
         self.SIZE1 = gl.constexpr(SIZE1)
 
     @gluon.jit
-    def locate(self, index, second, POOLS: gl.constexpr):
-        """Pointers to the values and to the exponents of rows; those of invalid indices lie in page 0."""
-        index = index.to(gl.int32)
-        page = index // self.SIZE0
-        offset = index - page * self.SIZE0
-        size = offset * 0 + self.SIZE0
+    def base(self, second, POOLS: gl.constexpr):
+        """Where the cache starts that a tile's keys lie in."""
         data = self.data0
-        stride = self.stride0
         if POOLS == 2:
             data = gl.where(second, self.data1, self.data0)
+        return data
+
+    @gluon.jit
+    def locate(self, index, second, POOLS: gl.constexpr):
+        """Offsets of rows' values and exponents from the base, in words of 8 bytes (the launcher checks the range)."""
+        index = index.to(gl.int32)
+        page = index // self.SIZE0
+        row = index - page * self.SIZE0
+        size = row * 0 + self.SIZE0
+        stride = self.stride0
+        if POOLS == 2:
             stride = gl.where(second, self.stride1, self.stride0)
             if self.SIZE0 != self.SIZE1:
                 other = index // self.SIZE1
                 page = gl.where(second, other, page)
-                offset = gl.where(second, index - other * self.SIZE1, offset)
+                row = gl.where(second, index - other * self.SIZE1, row)
                 size = gl.where(second, self.SIZE1, size)
-        start = data + page.to(gl.int64) * stride * 16
-        return start + offset * VALUE_BYTES, start + size * VALUE_BYTES + offset * EXPONENT_BYTES
+        start = page * stride
+        return start + row * VALUE_WORDS, start + size * VALUE_WORDS + row
 
 
 @gluon.jit
@@ -124,41 +128,32 @@ def signal(barriers, slot):
 
 
 @gluon.jit
-def prefetch(values, valid):
-    """Bring rows into L2; invalid ones repeat the first row of the pool."""
+def prefetch(base, values, exponents):
+    """Bring rows and their exponents into L2."""
     lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
-    pointers = gl.expand_dims(values, 1) + gl.expand_dims(lane, 0) * LINE
+    pointers = base + (gl.expand_dims(values, 1) + gl.expand_dims(lane, 0) * LINE)
     gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l", [base + exponents], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def load_half(values, valid, byte):
-    """Codes of the half chunk that starts at byte `byte` of the rows, in words [64, 8, 2]; zero where invalid."""
+def load_piece(base, values, piece):
+    """64 bytes of every row from 64 * piece on, in words [64, 8, 2]."""
     lane = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
-    word = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
-    place = gl.expand_dims(gl.expand_dims(lane, 0), 2) * 2 + gl.expand_dims(gl.expand_dims(word, 0), 1)
-    rows = (values + byte).to(gl.pointer_type(gl.int32), bitcast=True)
-    pointers = gl.expand_dims(gl.expand_dims(rows, 1), 2) + place
-    return gl.load(pointers, mask=gl.expand_dims(gl.expand_dims(valid, 1), 2), other=0)
+    x = gl.load(base + (gl.expand_dims(values + piece * 8, 1) + gl.expand_dims(lane, 0)))
+    words = gl.join(x.to(gl.int32), (x >> 32).to(gl.int32))
+    return gl.convert_layout(words, PARTS, assert_trivial=True)
 
 
 @gluon.jit
-def decode(codes, exponents, BYTE: gl.constexpr):
-    """bf16 values, as words [64, 32], of codes[64, 8, 2] (words) under the exponents in byte BYTE of exponents[64]."""
-    asm: gl.constexpr = SCALE_ASM[BYTE]
-    scale = gl.inline_asm_elementwise(asm, "=r,r", [exponents], dtype=gl.int32, is_pure=True, pack=1)
+def decode(codes, exponents):
+    """bf16 values, as words [64, 32], of codes[64, 8, 2] (words) under the exponents in exponents[64]'s lowest byte."""
+    scale = gl.inline_asm_elementwise(SCALE_ASM, "=r,r", [exponents], dtype=gl.int32, is_pure=True, pack=1)
     scale = gl.expand_dims(gl.expand_dims(scale, 1), 2) + codes * 0
     low, high = gl.inline_asm_elementwise(
         DECODE_ASM, "=r,=r,r,r", [codes, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return gl.convert_layout(gl.reshape(gl.join(low, high), [TILE, HALF // 2]), FLAT, assert_trivial=True)
-
-
-@gluon.jit
-def store_half(chunk, words, HALF_OF_CHUNK: gl.constexpr):
-    """Write half a chunk's words to its buffer [64, 128] bf16."""
-    part = chunk.slice(HALF_OF_CHUNK * HALF, HALF, dim=1)
-    part._reinterpret(gl.int32, [TILE, HALF // 2], WORDS).store(words)
 
 
 @gluon.jit
@@ -186,18 +181,28 @@ def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constex
 
 
 @gluon.jit
-def rows_of(keys, pages, index, tile, count0):
-    """(validity, pointers to values, pointers to exponents) of a tile's keys."""
+def place_of(step):
+    """(chunk, piece of a row) of a step: pieces 0, 1, 4, 5, 2, 3, 6, 7, 8, of which 6 to 8 make chunk 3."""
+    pair = step >> 1
+    chunk = gl.minimum(((pair & 1) << 1) | (pair >> 1), 3)
+    piece = gl.where(step == 8, 8, chunk * 2 + (step & 1))
+    return gl.where(step == 8, 3, chunk), piece
+
+
+@gluon.jit
+def find_rows(keys, pages, index, tile, count0):
+    """(validity, base, offsets of values, offsets of exponents) of a tile's keys; invalid ones point to row 0."""
+    second = tile >= gl.cdiv(count0, TILE)
     valid = keys.valid(index, tile, count0)
-    values, exponents = pages.locate(gl.where(valid, index, 0), tile >= gl.cdiv(count0, TILE), keys.POOLS)
-    return valid, values, exponents
+    values, exponents = pages.locate(gl.where(valid, index, 0), second, keys.POOLS)
+    return valid, pages.base(second, keys.POOLS), values, exponents
 
 
 @gluon.jit
 def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q, and decode the key rows of every job, as far ahead as the buffers allow."""
     lane = gl.arange(0, TILE, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
-    column = gl.arange(0, HALF // 2, gl.SliceLayout(0, FLAT))
+    halves = sh.k._reinterpret(gl.int32, [16, TILE, HALF // 2], WORDS)
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
@@ -206,56 +211,56 @@ def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr):
         low, high = jobs.pairs(split, count0, count1)
         index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
         following = keys.load_tile(2 * low + 1, lane, list_row, first, count0, count1)
-        valid, values, exponents = rows_of(keys, pages, index, 2 * low, count0)
-        prefetch(values, valid)
+        valid, base, values, exponents = find_rows(keys, pages, index, 2 * low, count0)
+        prefetch(base, values, exponents)
         load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
+        codes = load_piece(base, values, job >> 30)
         for tile in range(2 * low, 2 * high):
             half = tile & 1
             parity = (done & 1) ^ 1
-            valid, values, exponents = rows_of(keys, pages, index, tile, count0)
-            words = exponents.to(gl.pointer_type(gl.int32), bitcast=True)
+            words = (base + exponents).to(gl.pointer_type(gl.int32), bitcast=True)
             low_exponents = gl.load(words, mask=valid, other=0)
             high_exponents = gl.load(words + 1, mask=valid, other=0)
-            a = load_half(values, valid, 0)
-            b = load_half(values, valid, HALF)
             index = pin_int(following)
-            _, next_values, _ = rows_of(keys, pages, index, tile + 1, count0)
-            prefetch(next_values, valid)
             following = keys.load_tile(tile + 2, lane, list_row, first, count0, count1)
+            next_valid, next_base, next_values, exponents = find_rows(keys, pages, index, tile + 1, count0)
+            prefetch(next_base, next_values, exponents)
+            # Invalid keys: the first row of the pool, whose codes decode to something tiny under an exponent of 0, so
+            # that no product with their zero probabilities is NaN; its bf16 values are replaced by zeros below.
             term = gl.where(valid, 0.0, MASKED_SCORE)
-            for c in range((job >> 30) + 3):  # not a constant: it would be unrolled
-                # chunks in the order 0, 2, 1; then 3 below
-                chunk = ((c & 1) << 1) | (c >> 1)
-                after = (((c + 1) & 1) << 1) | ((c + 1) >> 1)
-                next_a = load_half(values, valid, after * COLUMNS)
-                next_b = load_half(values, valid, after * COLUMNS + HALF)
-                pair = gl.where(chunk < 2, low_exponents, high_exponents) >> ((chunk & 1) * 16)
-                x = decode(a, pair, 0)
-                y = decode(b, pair, 1)
+            mbarrier.wait(sh.empty[0], parity, pred=half == 0)
+            mbarrier.wait(sh.empty[4], parity, pred=half != 0)
+            sh.terms.index(half).store(term)  # the first chunk is free: the last pair's terms have been read
+            mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
+            mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
+            for step in range((job >> 30) + PIECES):  # not a constant: it would be unrolled
+                # chunks in the order 0, 2, 1, 3, two pieces each, the last one three
+                chunk, piece = place_of(step)
+                _, after = place_of(step + 1)
+                last = step == PIECES - 1
+                following_codes = load_piece(
+                    gl.where(last, next_base, base), gl.where(last, next_values, values), gl.where(last, 0, after)
+                )
                 slot = half * 4 + chunk
-                wait_for(sh.empty, slot, parity)
-                buffer = sh.k_all.index(slot)
-                store_half(buffer, x, 0)
-                store_half(buffer, y, 1)
-                if c == 0:
-                    sh.terms_all.index(half).store(term)  # the chunk was free: the last pair's terms have been read
-                    mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
-                    mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
-                fence_async_shared()
-                signal(sh.full, slot)
-                a = next_a
-                b = next_b
-            rope_rows = gl.convert_layout(values, gl.SliceLayout(1, FLAT)) + 3 * COLUMNS + HALF
-            rope_rows = gl.expand_dims(rope_rows.to(gl.pointer_type(gl.int32), bitcast=True), 1)
-            in_pool = gl.expand_dims(gl.convert_layout(valid, gl.SliceLayout(1, FLAT)), 1)
-            rope = gl.load(rope_rows + gl.expand_dims(column, 0), mask=in_pool, other=0)
-            x = decode(a, high_exponents >> 16, 0)
-            slot = half * 4 + 3
-            wait_for(sh.empty, slot, parity)
-            buffer = sh.k_all.index(slot)
-            store_half(buffer, x, 0)
-            store_half(buffer, rope, 1)
-            fence_async_shared()
-            signal(sh.full, slot)
+                if piece < 7:
+                    shifted = gl.where(piece < 4, low_exponents, high_exponents) >> ((piece & 3) * 8)
+                    x = decode(codes, shifted)
+                    if (piece & 1) == 0:
+                        wait_for(sh.empty, slot, parity)
+                    halves.index(slot * 2 + (piece & 1)).store(x)
+                else:
+                    kept = gl.where(gl.expand_dims(gl.expand_dims(valid, 1), 2), codes, 0)
+                    y = gl.convert_layout(gl.reshape(kept, [TILE, HALF // 4]), FLAT_HALF, assert_trivial=True)
+                    if piece == 7:
+                        halves.index(slot * 2 + 1).slice(0, HALF // 4, dim=1).store(y)
+                    else:
+                        halves.index(slot * 2 + 1).slice(HALF // 4, HALF // 4, dim=1).store(y)
+                if ((piece & 1) == 1) & (piece != 7) | last:
+                    fence_async_shared()
+                    signal(sh.full, slot)
+                codes = following_codes
+            valid = next_valid
+            base = next_base
+            values = next_values
             done += half
         turn += 1

@@ -17,10 +17,9 @@ class Shared:
 
     q: gl.tuple  # 4 x [1, 64, 128] bf16
     k: gl.shared_memory_descriptor  # [8, 64, 128] bf16
-    p: gl.tuple  # 2 x [2 or 1, 64, 64] bf16: probabilities; all of it stages the output
+    p: gl.tuple  # 2 x [2, 64, 64] bf16: probabilities; all of it stages the output
     stats: gl.tuple  # 4 x [64] fp32: maxima of left and right, denominators of left and right
     terms: gl.shared_memory_descriptor  # [2, 64] fp32: additive scores of the pair's tiles, invalid keys included
-    raw: gl.shared_memory_descriptor  # FP8 pages: [2, 64, 32] words of four codes, two chunks as they are in the cache
     full: gl.tuple
     empty: gl.tuple
     terms_ready: gl.tuple
@@ -32,14 +31,13 @@ class Shared:
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, p, stats, terms, raw, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn
+        self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn
     ):  # fmt: skip
         self.q = q
         self.k = k
         self.p = p
         self.stats = stats
         self.terms = terms
-        self.raw = raw
         self.full = full
         self.empty = empty
         self.terms_ready = terms_ready
@@ -54,26 +52,22 @@ class Shared:
 def allocate_shared(PAGED: gl.constexpr):
     """All of the CTA's shared memory: 64 KiB of q, 128 KiB of keys, 32 KiB of probabilities, statistics, barriers.
 
-    PAGED: half of the probabilities' space holds undecoded chunks, and outputs are staged in smaller pieces.
+    PAGED: the producer stores keys itself instead of starting copies, and signals once for all of its threads.
     """
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     q0 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
     q1 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
     q2 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
     q3 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
     k = gl.allocate_shared_memory(gl.bfloat16, [8, TILE, COLUMNS], SWIZZLED)
-    p0 = gl.allocate_shared_memory(gl.bfloat16, [1 if PAGED else 2, TILE, TILE], SWIZZLED)
-    p1 = gl.allocate_shared_memory(gl.bfloat16, [1 if PAGED else 2, TILE, TILE], SWIZZLED)
+    p0 = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, TILE], SWIZZLED)
+    p1 = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, TILE], SWIZZLED)
     s0 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s1 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s2 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s3 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     terms = gl.allocate_shared_memory(gl.float32, [2, TILE], PLAIN)
-    raw = terms
-    if PAGED:
-        raw = gl.allocate_shared_memory(gl.int32, [2, TILE, COLUMNS // 4], WORDS)
     threads: gl.constexpr = 128  # every producer thread signals its own copies
     writers: gl.constexpr = 1 if PAGED else threads
     full = (
@@ -88,6 +82,6 @@ def allocate_shared(PAGED: gl.constexpr):
     p_ready = (allocate_barrier(1), allocate_barrier(1))
     sum_ready = (allocate_barrier(1), allocate_barrier(1))
     return Shared(
-        (q0, q1, q2, q3), k, (p0, p1), (s0, s1, s2, s3), terms, raw, full, empty, terms_ready, p_ready, sum_ready,
+        (q0, q1, q2, q3), k, (p0, p1), (s0, s1, s2, s3), terms, full, empty, terms_ready, p_ready, sum_ready,
         allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1),
     )  # fmt: skip

@@ -188,9 +188,11 @@ def ordered_product(ring, x, w, t, turn, WHICH: gl.constexpr):
 @gluon.jit
 def consumer(
     ring, staging, tiles, scales, out, WHICH: gl.constexpr, SWAP: gl.constexpr, GROUPS: gl.constexpr,
-    ORDERED: gl.constexpr,
+    ORDERED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WHICH of two: its share of every tile."""
+    if PDL:
+        gdc_wait()
     N: gl.constexpr = tiles.TOKENS if SWAP else (64 if tiles.TOKENS == 64 else 128)
     HALVES: gl.constexpr = 2 if tiles.TOKENS == 256 else 1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
@@ -331,8 +333,8 @@ def bgemm_kernel(
     ring = Ring(x, w, raw, full, empty, sums, allocate_barrier(1), allocate_barrier(1), order)
     gl.warp_specialize(
         [
-            (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, ORDERED)),
-            (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, ORDERED)),
+            (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, ORDERED, PDL)),
+            (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, ORDERED, PDL)),
             (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
         ],
         [4, 4],
