@@ -19,6 +19,7 @@ from . import attention, bgemm, deepgemm, gate
 from .attention import Epilogue
 
 PRIORITY = 10
+IN_KERNEL_PAGES = True
 
 
 def _register(op, refuses, launch) -> None:
@@ -160,7 +161,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
     in_place = attention.pages_aligned(data) and (extra_data is None or attention.pages_aligned(extra_data))
 
     def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
-        if in_place:
+        if in_place and IN_KERNEL_PAGES:
             attention.launch_paged(
                 q,
                 data,
