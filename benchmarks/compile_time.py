@@ -19,16 +19,8 @@ LAYERS = (1, 8, 61)
 TOKENS = 2048
 # V4-Pro's attention as it is; few small experts, as the experts only add nodes that the pass walks past.
 PRO = dict(
-    vocab_size=1024,
-    hidden_size=7168,
-    moe_intermediate_size=256,
-    num_attention_heads=128,
-    q_lora_rank=1536,
-    num_experts_per_tok=2,
-    n_routed_experts=4,
-    o_groups=16,
-    o_lora_rank=1024,
-    index_topk=1024,
+    vocab_size=1024, hidden_size=7168, moe_intermediate_size=256, num_attention_heads=128, q_lora_rank=1536,
+    num_experts_per_tok=2, n_routed_experts=4, o_groups=16, o_lora_rank=1024, index_topk=1024,
     max_position_embeddings=65536,
 )
 
@@ -66,15 +58,9 @@ def _captured(build: Callable[[], torch.nn.Module]) -> dict:
         total = time.perf_counter() - start
     seconds = sum(r.seconds for r in reports)
     rest = total - seconds
-    return {
-        "nodes": sum(r.nodes for r in reports),
-        "graphs": len(reports),
-        "fused": sum(len(r.fused) for r in reports),
-        "visits": sum(r.visits for r in reports),
-        "pass_s": round(seconds, 4),
-        "dynamo_aot_s": round(rest, 3),
-        "share": round(seconds / rest, 5),
-    }
+    return {"nodes": sum(r.nodes for r in reports), "graphs": len(reports), "fused": sum(len(r.fused) for r in reports),
+            "visits": sum(r.visits for r in reports), "pass_s": round(seconds, 4), "dynamo_aot_s": round(rest, 3),
+            "share": round(seconds / rest, 5)}
 
 
 def _no_anchor(nodes: int) -> dict:
@@ -95,14 +81,8 @@ def _no_anchor(nodes: int) -> dict:
     report = run_on_graph(gm, Config().resolve())
     seconds = time.perf_counter() - start
     count = len(gm.graph.nodes)
-    return {
-        "nodes": count,
-        "graphs": 1,
-        "fused": len(report.fused),
-        "visits": report.visits,
-        "pass_s": round(seconds, 4),
-        "ms_per_10k_nodes": round(seconds * 1e7 / count, 2),
-    }
+    return {"nodes": count, "graphs": 1, "fused": len(report.fused), "visits": report.visits,
+            "pass_s": round(seconds, 4), "ms_per_10k_nodes": round(seconds * 1e7 / count, 2)}
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -113,27 +93,15 @@ def run(args: argparse.Namespace) -> list[dict]:
 
     def llama() -> torch.nn.Module:
         with torch.device("meta"):
-            return LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=1024,
-                    hidden_size=512,
-                    intermediate_size=1024,
-                    num_hidden_layers=8,
-                    num_attention_heads=8,
-                    num_key_value_heads=4,
-                )
-            )
+            return LlamaForCausalLM(LlamaConfig(
+                vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
+                num_key_value_heads=4))
 
     rows = [{"model": "no anchor", "layers": 0, **_no_anchor(10_000)}]
     rows.append({"model": "Llama", "layers": 8, **_captured(llama)})
     for layers in args.layers or LAYERS:
         kinds = _layer_types(layers)
-        rows.append(
-            {
-                "model": "V4-Pro",
-                "layers": layers,
-                **_captured(lambda kinds=kinds: random_deepseek_v4("tiny", layer_types=kinds, device="meta", **PRO)),
-            }
-        )
+        rows.append({"model": "V4-Pro", "layers": layers, **_captured(
+            lambda kinds=kinds: random_deepseek_v4("tiny", layer_types=kinds, device="meta", **PRO))})
         print(rows[-1], flush=True)
     return rows

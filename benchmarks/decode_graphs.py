@@ -9,6 +9,7 @@ GPU. A row holds the time of a step, the number of Inductor's graph partitions, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import itertools
 import os
@@ -33,11 +34,8 @@ STEPS = 20
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Rows: batch, variant, way, ms (median), partitions, fused, difference_from_eager; ``tokens`` are the batches."""
-    cases = [
-        case
-        for case in itertools.product(args.tokens or BATCHES, VARIANTS, WAYS)
-        if case[1:] != ("inductor", "options") and not (case[0] != BATCHES[0] and case[2] == "options")
-    ]
+    cases = [case for case in itertools.product(args.tokens or BATCHES, VARIANTS, WAYS)
+             if case[1:] != ("inductor", "options") and not (case[0] != BATCHES[0] and case[2] == "options")]
     context = torch.multiprocessing.get_context("spawn")
     barrier, lock, results = context.Barrier(len(cases)), context.Lock(), context.Queue()
     processes = [context.Process(target=_case, args=(case, barrier, lock, results)) for case in cases]
@@ -61,38 +59,43 @@ def _case(case: tuple[int, str, str], barrier: Any, lock: Any, results: Any) -> 
     # Each process is one of many on this machine's cores.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     torch.set_num_threads(2)
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+
+    inductor.fx_graph_cache = False             # a graph that comes from a cache counts no partitions
+    functorch.enable_autograd_cache = False
     try:
         with torch.no_grad():
-            time_it = prepare(slices.build("bf16"), batch, variant, way, row)
+            time_it = prepare(slices.build("bf16"), batch, variant, way, row, alone=lock)
             barrier.wait(timeout=300)
             with lock:
                 time_it()
     except Exception:
-        barrier.abort()
-        row["failed"] = traceback.format_exc(limit=-3)
+        barrier.abort()         # the others give up as well, instead of waiting for this one
+        row["failed"] = traceback.format_exc(limit=-3)[-300:]
     results.put(row)
 
 
-def prepare(
-    model: torch.nn.Module, batch: int, variant: str, way: str, row: dict[str, Any], context: int = CONTEXT
-) -> Callable[[], None]:
-    """Compile a step and run it; the function that is returned times it and completes ``row``."""
-    from transformers import DynamicCache
-
+def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dict[str, Any],
+            context: int = CONTEXT, alone: Any = None) -> Callable[[], None]:
+    """Compile a step and run it; the function that is returned times it and completes ``row``. ``alone``: lock for what
+    takes much of the GPU's memory."""
     import fusion_pass
+    from fusion_pass.models import filled_cache
 
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (batch, context), generator=generator).to(device)
-    filled = DynamicCache(config=model.config)
-    model(ids, past_key_values=filled, use_cache=True)
+    with alone or contextlib.nullcontext():
+        filled = filled_cache(model, ids)
+        harness.free()
     token = ids[:, :1].contiguous()
     eager = model(token, past_key_values=copy.deepcopy(filled), use_cache=True).logits
     partitions = count_partitions()
     call = _compiled(model, variant, way)
 
     def step() -> Callable[[], torch.Tensor]:
-        cache = copy.deepcopy(filled)  # a step changes its cache
+        cache = copy.deepcopy(filled)       # a step changes its cache
         return lambda: call(token, past_key_values=cache, use_cache=True).logits
 
     for _ in range(3):

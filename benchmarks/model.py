@@ -21,12 +21,8 @@ PREFILL = (2048, 8192)
 DECODE_CONTEXT = 2048
 DECODE_BATCH = (1, 8)
 FORMS = ("bf16", "fp8")
-LAYERS = (
-    "sliding_attention",
-    "compressed_sparse_attention",
-    "heavily_compressed_attention",
-    "compressed_sparse_attention",
-)
+LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+          "compressed_sparse_attention")
 
 
 def _timed(call: Callable[[], torch.Tensor], repeats: int) -> tuple[torch.Tensor, float, float]:
@@ -81,25 +77,14 @@ def build(form: str) -> torch.nn.Module:
     return model
 
 
-def _row(
-    phase: str, form: str, tokens: int, batch: int, variant: str, ms: float, peak: float, error: float, known: int
-) -> dict:
+def _row(phase: str, form: str, tokens: int, batch: int, variant: str, ms: float, peak: float, error: float,
+         known: int) -> dict:
     import fusion_pass
 
     fused = [c for r in fusion_pass.reports()[known:] for c in r.fused]
-    return {
-        "phase": phase,
-        "form": form,
-        "shape": f"{form} {phase}",
-        "T": tokens,
-        "batch": batch,
-        "variant": variant,
-        "us": ms * 1e3,
-        "ms": round(ms, 3),
-        "peak_gib": round(peak, 2),
-        "difference_from_eager": error,
-        "fused": ["+".join(c.roles) for c in fused],
-    }
+    return {"phase": phase, "form": form, "shape": f"{form} {phase}", "T": tokens, "batch": batch, "variant": variant,
+            "us": ms * 1e3, "ms": round(ms, 3), "peak_gib": round(peak, 2), "difference_from_eager": error,
+            "fused": ["+".join(c.roles) for c in fused]}
 
 
 def prefill(model: torch.nn.Module, form: str, tokens: int) -> list[dict]:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import fusion_pass
-from fusion_pass.models import random_deepseek_v4, replace_grouped_linear, split_attention
+from fusion_pass.models import filled_cache, random_deepseek_v4, replace_grouped_linear, split_attention
 
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 CHAIN = {"bf16": ("fmha", "inverse_rope", "bgemm"), "fp8": ("fmha", "inverse_rope", "fp8_quant", "bgemm")}
@@ -106,26 +106,6 @@ def compare(args, whole, split, device) -> dict:
                     "one_rank_to_float64": difference(one_rank, exact)}
     dist.barrier()
     return figures
-
-
-def filled_cache(model, ids):
-    """transformers' cache after a prompt per row, filled one row at a time (eager attention needs that memory)."""
-    from transformers import DynamicCache
-
-    caches = []
-    for row in ids:
-        caches.append(DynamicCache(config=model.config))
-        model(row[None], past_key_values=caches[-1], use_cache=True)
-
-    def joined(parts):
-        if isinstance(parts[0], torch.Tensor):
-            return torch.cat(parts) if parts[0].dim() else parts[0]
-        return {k: joined([p[k] for p in parts]) for k in parts[0]} if isinstance(parts[0], dict) else parts[0]
-
-    for number, layer in enumerate(caches[0].layers):
-        rows = [cache.layers[number].__dict__ for cache in caches]
-        layer.__dict__.update({name: joined([row[name] for row in rows]) for name in rows[0]})
-    return caches[0]
 
 
 def timed(call, device, repeats: int = 7) -> float:

@@ -162,6 +162,13 @@ def registered_backends() -> Iterable[str]:
     return names
 
 
+def packaged_dtypes() -> Iterable[Any]:
+    """Data types of the tensors that AOTInductor's C++ code can name."""
+    from torch._inductor.codegen.cpp_utils import DTYPE_TO_ATEN
+
+    return DTYPE_TO_ATEN
+
+
 def compile_apart(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """``torch.compile`` whose graphs do not count against the recompile limit of other users of the code (torch
     2.13).

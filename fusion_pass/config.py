@@ -50,14 +50,15 @@ class Config:
         real inputs or on those of every call, and refuse the replacement when they disagree. None:
         ``FUSION_PASS_VERIFY``, else off.
     strict: raise instead of leaving a graph unfused when the pass itself fails.
-    check_inputs: ops check index ranges on the device before they run (slow: for debugging).
+    check_inputs: ops read their index lists and lengths before they run and raise ValueError for one that points
+        outside (slow: it waits for the device). Off: such an index counts as "no key"; foreign memory is never read.
     o_proj: ``"as_written"`` keeps the numbers of the source; ``"fp8"`` computes a bf16 output projection that has FP8
         weights at hand (``fusion_pass.models.attach_fp8_weights``) in FP8, which changes the numbers: the report says
         where.
     inner: what compiles the rewritten graph: ``"inductor"``, ``"aot_eager"`` (run the traced graph) or ``"eager"`` (run
         it node by node).
-    batch_invariant: results of a token do not depend on which other tokens share its batch (no split that depends on
-    load).
+    batch_invariant: a token's result is the same bits whatever other tokens share its batch: keys are not split, and
+        tiles do not depend on the number of tokens. Slower for few tokens.
 
     Raises ValueError for a value outside the sets above, TypeError for a value of a wrong type.
     """

@@ -9,6 +9,7 @@ from torch import fx
 
 from .config import Config
 from .elements.moves import is_float_cast, is_move
+from .fx_access import target_of
 from .recognise.chain_types import Chain
 
 BLOCKS = (128, 32)
@@ -29,7 +30,7 @@ def device_note(device: torch.device) -> str:
     if torch.version.hip is not None:
         return "ROCm: the ops' reference path (the kernels are written for NVIDIA GPUs)"
     try:
-        import triton
+        import triton  # type: ignore[import-untyped]
     except ImportError:
         return "cuda without triton: the ops' reference path"
     major, minor = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
@@ -63,7 +64,7 @@ def _summed_over_ranks(node: fx.Node) -> fx.Node | None:
                 continue
             seen.add(user)
             if getattr(user.target, "namespace", "") in ("_c10d_functional", "c10d_functional", "c10d") and (
-                    user.target._opname in _SUMS):
+                    target_of(user)._opname in _SUMS):
                 return user
             if is_move(user) or is_float_cast(user):
                 stack.append(user)

@@ -63,8 +63,14 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
             journal[0].restore()
         if config.strict:
             raise
-        report = Report(notes=[f"the pass failed and the graph was left as it came: {first_line(error)}"])
-        _warn_failure(error)
+        from .elements.sizes import Unsized  # late, as the pass
+
+        if isinstance(error, Unsized):
+            report = Report(notes=[f"left as it came: {error}; trace the graph with fake tensors, or run "
+                                   "torch.fx.passes.fake_tensor_prop.FakeTensorProp over it"])
+        else:
+            report = Report(notes=[f"the pass failed and the graph was left as it came: {first_line(error)}"])
+            _warn_failure(error)
     if report.fused and level not in INSIDE_INDUCTOR:
         gm.recompile()
     if level == "joint":

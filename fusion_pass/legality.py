@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 import torch.fx as fx
 
+from .fx_access import args_of
+
 # Marks a declared op whose written-out form is read instead (see recognise.declared): no reader, whatever it reads.
 WRITTEN_OUT = "fusion_pass_written_out"
 _METADATA_CHECK = torch.ops.aten._assert_tensor_metadata.default
@@ -16,7 +18,7 @@ def is_metadata_check(node: fx.Node) -> bool:
     """torch.export's check that a value computed in the graph has the dtype it was traced with: it needs the value only
     as long as somebody else does."""
     return (node.op == "call_function" and node.target is _METADATA_CHECK
-            and not node.users and node.args[0].op == "call_function")
+            and not node.users and args_of(node)[0].op == "call_function")
 
 
 def drop_needless_checks(graph: fx.Graph) -> None:

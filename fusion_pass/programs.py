@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import guarded
+from . import compat, guarded
 from .config import Config
 from .report import Report
 
@@ -46,7 +46,7 @@ def rewrite(program: Any, config: Config | None = None) -> Report:
 def _decompositions() -> Any:
     """torch.export's own table, without the one that turns a write into a slot into arithmetic on positions."""
     table = torch.export.default_decompositions()
-    table.pop(torch.ops.aten.select_scatter.default, None)
+    table.pop(torch.ops.aten.select_scatter.default, None)  # type: ignore[no-untyped-call]
     return table
 
 
@@ -54,10 +54,24 @@ def _rewrite_program(program: Any, config: Config) -> Report:
     before = _output_names(program.graph_module)
     _note_constants(program)
     report = guarded.run(program.graph_module, config, level="rewrite")
+    if report.fused and config.resolve().verify != "off":
+        report.notes.append("validation works in this process only: a program that is saved or packaged and loaded "
+                            "elsewhere computes both forms and compares nothing; rewrite it with verify='off'")
+    if report.fused:
+        report.notes += _not_packaged(program.graph_module)
     for old, new in zip(before, _output_names(program.graph_module), strict=True):
         if old is not None and new is not None and old != new:
             program.graph_signature.replace_all_uses(old, new)
     return report
+
+
+def _not_packaged(gm: fx.GraphModule) -> list[str]:
+    """Why AOTInductor will refuse the program, as far as its data types say: its own message names the type only."""
+    kinds = {n.meta["val"].dtype for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+    if torch.float8_e8m0fnu not in kinds or torch.float8_e8m0fnu in compat.packaged_dtypes():
+        return []
+    return ["AOTInductor of this torch has no tensors of dtype float8_e8m0fnu (aoti_compile_and_package fails with "
+            "KeyError): keep the weight scales as float32, or as their bytes (scales.view(torch.uint8))"]
 
 
 def _note_constants(program: Any) -> None:

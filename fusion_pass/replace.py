@@ -8,9 +8,11 @@ with block scales; otherwise it reads the fused result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -22,6 +24,7 @@ from .elements.sizes import Sizes
 from .legality import WRITTEN_OUT, GraphFacts, is_metadata_check
 from .recognise.attention_emit import AttentionOperands, GatheredOperands, MergeOperands, batch_axes
 from .recognise.chain_types import Chain
+from .recognise.quantisation import ScaleTensor
 from .recognise.refusal import Refused, source_line
 from .recognise.rotation import Table
 from .replace_product import modes, replace_product
@@ -46,7 +49,8 @@ def check_legality(chain: Chain, facts: GraphFacts) -> Refused | None:
     if reader is not None:
         return Refused("bgemm", f"the rotated output is also read by {reader.name} at {source_line(reader) or 'output'}"
                        ": it escapes the chain", reader)
-    cut = {rotation.node} | ({chain.quantisation.scales.node} if _scale_node(chain) is not None else set())
+    scale_node = _scale_node(chain)
+    cut = {rotation.node} | ({scale_node} if scale_node is not None else set())
     operands = {rotation.cos.node, rotation.sin.node}
     inside = facts.between(rotation.source, rotation.node)
     if chain.attention is not None:
@@ -163,7 +167,7 @@ class ChainWriter:
             result.append(self.builder.view(node, [*self.products(groups), self.chain.rotation.half]))
         return result
 
-    def products(self, groups: list) -> list[int | fx.Node]:
+    def products(self, groups: list[Any]) -> list[int | fx.Node]:
         """The number of elements of each group of axes; the only symbolic one is written as -1."""
         symbolic = [any(a.size_from is not None for a in group) for group in groups]
         result: list[int | fx.Node] = []
@@ -198,12 +202,13 @@ class ChainWriter:
             operands = match.emit_gathered(self.builder) or match.emit(self.builder)
         if match is not None and operands is None:
             return Refused("fmha", "an operand cannot be written as a view of its tensor", chain.rotation.source)
-        batch = batch_axes(match) if isinstance(operands, AttentionOperands) else None
+        batch = batch_axes(match) if match is not None and isinstance(operands, AttentionOperands) else None
         tables = self.tables(batch)
         if tables is None:
             return Refused("inverse_rope", "the cos and sin tables cannot be written as views", chain.rotation.cos.node)
         groups = chain.grouping.groups
-        pools: dict = {}
+        pools: dict[str, Any] = {}
+        args: list[Any]
         if isinstance(operands, AttentionOperands):
             name = "attention_rope"
             args = [self.wide(operands.q), self.wide(operands.kv), operands.mask, operands.sink, *tables,
@@ -225,7 +230,9 @@ class ChainWriter:
                                chain.rotation.source)
             name = "inverse_rope"
             args = [output, *tables, groups]
-        kwargs: dict = {"stat_scale": operands.stat_scale} if isinstance(operands, MergeOperands) else {**pools}
+        kwargs: dict[str, Any] = {**pools}
+        if isinstance(operands, MergeOperands):
+            kwargs = {"stat_scale": operands.stat_scale}
         if isinstance(operands, MergeOperands) and self.config.kv_split is not None:
             kwargs["kv_split"] = self.config.kv_split
         if isinstance(operands, MergeOperands) and chain.quantisation is None:
@@ -295,6 +302,7 @@ class ChainWriter:
     def dequantised(self, codes: fx.Node, scales: fx.Node) -> fx.Node:
         """codes * scale as fp32 [G, T, K]."""
         chain, builder = self.chain, self.builder
+        assert chain.quantisation is not None
         block = chain.quantisation.block
         width = chain.grouping.heads_per_group * chain.rotation.head_dim
         tokens, = self.products([chain.grouping.tokens])
@@ -327,19 +335,20 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts
     rotation, quantisation = chain.rotation, chain.quantisation
     channels = [Axis(rotation.head_dim, 1)]
     if quantisation is None:
-        news = {rotation.node: writer.arranged(replaced.node, channels, rotation.node)}
+        made: dict[fx.Node, fx.Node | None] = {rotation.node: writer.arranged(replaced.node, channels, rotation.node)}
     else:
         codes = writer.builder.call(operator.getitem, replaced.node, 0)
         scales = writer.builder.call(operator.getitem, replaced.node, 1)
         if chain.weight is not None:
-            news = replace_product(chain, writer.builder, codes, scales, config) or {rotation.node: None}
+            made = {**(replace_product(chain, writer.builder, codes, scales, config) or {rotation.node: None})}
             replaced = Replaced(replaced.op + " + fusion_pass.fp8_bgemm", replaced.node)
         elif quantisation.scales is None:
-            news = {rotation.node: writer.arranged(writer.dequantised(codes, scales), channels, rotation.node)}
+            made = {rotation.node: writer.arranged(writer.dequantised(codes, scales), channels, rotation.node)}
         else:
-            news = {rotation.node: writer.arranged(codes, channels, rotation.node),
-                    quantisation.scales.node: _source_scales(writer, scales)}
-    if any(new is None for new in news.values()):
+            made = {rotation.node: writer.arranged(codes, channels, rotation.node),
+                    quantisation.scales.node: _source_scales(writer, quantisation.block, quantisation.scales, scales)}
+    news = {old: new for old, new in made.items() if new is not None}
+    if len(news) < len(made):
         return Refused("bgemm", "the fused result cannot be viewed in the layout that the contraction reads",
                        rotation.node)
     for old, new in news.items():
@@ -348,18 +357,18 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts
                            f"{tuple(old.meta['val'].shape)}", old)
     for old, new in news.items():
         going_on = new if validate is None else validate(old, new)
-        old.replace_all_uses_with(going_on, delete_user_cb=lambda user, keep=going_on: user is not keep)
+        old.replace_all_uses_with(going_on, delete_user_cb=functools.partial(operator.is_not, going_on))
         propagate_strides(old.meta["val"], going_on)
         new.meta.setdefault("original_aten", old.meta.get("original_aten"))
     return replaced
 
 
-def _source_scales(writer: ChainWriter, scales: fx.Node) -> fx.Node | None:
+def _source_scales(writer: ChainWriter, block: int, where: ScaleTensor, scales: fx.Node) -> fx.Node | None:
     """The block scales where the source keeps them."""
     chain, builder = writer.chain, writer.builder
-    where, grouping = chain.quantisation.scales, chain.grouping
+    grouping = chain.grouping
     stride = dict(zip(chain.rotation.axes, where.axes))
-    blocks = chain.rotation.head_dim // chain.quantisation.block
+    blocks = chain.rotation.head_dim // block
     heads = [a for a in chain.rotation.axes if a not in grouping.tokens]
     inner = min(heads, key=lambda a: a.source, default=None)
     head = stride[inner] if inner is not None else 0

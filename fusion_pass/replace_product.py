@@ -28,7 +28,8 @@ def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.N
 
     The op rounds its fp32 sum once, to the dtype that the source rounds to. None when the weight cannot be viewed.
     """
-    anchor, weight = chain.anchors[0], chain.weight
+    anchor, weight, quantisation = chain.anchors[0], chain.weight, chain.quantisation
+    assert weight is not None and quantisation is not None
     way = _way_to_rounding(anchor.node)
     last = way[-1] if way else anchor.node
     builder = Builder(builder.graph, builder.sizes, last)
@@ -38,7 +39,7 @@ def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.N
         return None
     s = builder.view(s, [a.size for a in weight.scales.axes])
     op = torch.ops.fusion_pass.fp8_bgemm.default
-    out = builder.call(op, codes, scales, w, s, chain.quantisation.block, weight.block, last.meta["val"].dtype,
+    out = builder.call(op, codes, scales, w, s, quantisation.block, weight.block, last.meta["val"].dtype,
                        **modes(op, config))
     tokens_first = anchor.contraction.lhs is anchor.node.args[0]
     out = builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])

@@ -25,7 +25,7 @@ from .recognise.chain_types import Chain
 from .recognise.context import Context
 from .recognise.declared import DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line
-from .replace import Replaced, kept_alive, replace_chain
+from .replace import kept_alive, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
 from .size_nodes import read_sizes_from_inputs
 
@@ -53,7 +53,7 @@ def run_on_graph(gm: fx.GraphModule, config: Config, before_change: Callable[[],
             if before is not None:
                 restore(gm, before)
             raise
-        if settled:
+        if settled or before is None:
             break
         restore(gm, before)         # with another plan for the declared ops
     report.seconds = time.perf_counter() - started
@@ -81,10 +81,10 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
             mutation = facts.mutation()
             for chain in findings.chains:
                 if mutation is not None:
-                    outcome: Replaced | Refused = Refused(
+                    refusal = Refused(
                         "bgemm", f"{mutation.name} changes an intermediate value in place: functionalise the graph "
                         "first (torch.func.functionalize, or make_fx under it)", mutation)
-                    report.near_misses.append(_near_miss(outcome))
+                    report.near_misses.append(_near_miss(refusal))
                     continue
                 if _handle(chain, gm, sizes, facts, config, report):
                     changed = True

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -55,12 +56,13 @@ class _Writer:
         if expr.is_Integer:
             return int(expr)
         if expr not in self._made:
+            made: Any
             if expr in self.known:
                 source, dim = self.known[expr]
                 made = source if dim is None else self._call(aten.sym_size.int, source, dim)
             elif expr.is_Add or expr.is_Mul:
                 parts = [self.node(part) for part in expr.args]
-                if any(part is None for part in parts):
+                if None in parts:
                     return None
                 target = operator.add if expr.is_Add else operator.mul
                 made = parts[0]
@@ -71,7 +73,7 @@ class _Writer:
             self._made[expr] = made
         return self._made[expr]
 
-    def _call(self, target: Callable, *args: object) -> fx.Node:
+    def _call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args)
         values = fx.map_arg(args, lambda n: n.meta["val"])

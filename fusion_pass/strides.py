@@ -7,9 +7,12 @@ the caller was promised when those were contiguous.
 
 from __future__ import annotations
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
+
+from .elements.fakes import metadata_mode
+from .fx_access import target_of
 
 aten = torch.ops.aten
 
@@ -61,9 +64,8 @@ def _recompute(node: fx.Node) -> None:
 def _evaluate(node: fx.Node) -> object:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     leaves = [v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-    mode = torch._guards.detect_fake_mode(leaves)
-    with mode if mode is not None else torch.no_grad():
-        return node.target(*args, **kwargs)
+    with metadata_mode(leaves):
+        return target_of(node)(*args, **kwargs)
 
 
 def _keep_contiguous(node: fx.Node, output: fx.Node, before: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from . import compat
+from .fx_access import target_of
 from .patterns.opaque import declared
 
 log = logging.getLogger(__name__)
@@ -74,8 +75,8 @@ def _take_apart(graph: fx.Graph, node: fx.Node) -> None:
     call = read_call(node)
 
     def run(*operands: Any) -> Any:
-        def as_tuple(*args: Any, **kwargs: Any) -> tuple:
-            found = node.target(*args, **kwargs)
+        def as_tuple(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            found = target_of(node)(*args, **kwargs)
             return found if isinstance(found, tuple) else (found,)
         return call.evaluate(as_tuple, dict(zip(call.operands, operands)).__getitem__)
 

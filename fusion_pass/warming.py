@@ -103,7 +103,7 @@ def _refusal(op: str, args: tuple[Any, ...], more: dict[str, Any]) -> str | None
 @contextlib.contextmanager
 def _compilations() -> Iterator[Counter[str]]:
     """Counts Triton's compilations by kernel name while the body runs; a hook that is set already still runs."""
-    import triton
+    import triton  # type: ignore[import-untyped]
 
     found: Counter[str] = Counter()
     before = triton.knobs.runtime.jit_post_compile_hook
@@ -145,7 +145,7 @@ def _from_configuration(config: Any) -> dict[str, Any]:
     def read(name: str) -> Any:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
-    found = {}
+    found: dict[str, Any] = {}
     for field, names in NAMES.items():
         value = next((v for v in map(read, names) if v is not None), None)
         if value is not None:

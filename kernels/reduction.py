@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 KV_SPLITS = (1, 2, 4, 8, 16)
 
@@ -113,7 +114,7 @@ def _bounded(num_partials: int, rows: int, head_dim: int, sm_count: int, bound: 
     return kv_split, f"bound {bound} halved to {kv_split}: {last}"
 
 
-def measured_table(sm_count: int, capability: tuple[int, int] | None = None):
+def measured_table(sm_count: int, capability: tuple[int, int] | None = None) -> Any:
     """The tuning module of an architecture, or None. Without ``capability``, the SM count alone identifies it."""
     for (known, sms), module in _TABLES.items():
         if sms == sm_count and capability in (None, known):
@@ -124,12 +125,14 @@ def measured_table(sm_count: int, capability: tuple[int, int] | None = None):
     return None
 
 
-def _nearest(values, wanted: int) -> int:
+def _nearest(values: Iterable[int], wanted: int) -> int:
     """Measured size nearest to ``wanted`` by ratio."""
     return min(values, key=lambda value: abs(math.log(value / max(wanted, 1))))
 
 
-def _measured(by_rows: Mapping, num_partials: int, rows: int) -> tuple[int, int, dict[int, tuple]] | None:
+def _measured(
+    by_rows: Mapping[int, Any], num_partials: int, rows: int
+) -> tuple[int, int, dict[int, tuple[Any, ...]]] | None:
     """(rows, partials, {kv_split: (us, width, warps, unroll, unroll_limit, batch)}) of the nearest measured point."""
     if not by_rows:
         return None
@@ -192,18 +195,21 @@ def choose_kv_split(
     return _from_entry(kv_split, choices[kv_split], reason, rows, table)
 
 
-def measured_layouts(by_rows: Mapping, num_partials: int, rows: int) -> dict[int, KvSplitDecision]:
+def measured_layouts(by_rows: Mapping[int, Any], num_partials: int, rows: int) -> dict[int, KvSplitDecision]:
     """{KvSplit: its fastest layout} at the measured point nearest to these sizes (for benchmarks)."""
-    near_rows, near_partials, choices = _measured(by_rows, num_partials, rows)
+    near = _measured(by_rows, num_partials, rows)
+    if near is None:
+        return {}
+    near_rows, near_partials, choices = near
     where = f"measured at {near_partials} partials x {near_rows} rows"
     return {k: _layout(k, where, entry) for k, entry in choices.items()}
 
 
-def _from_entry(kv_split: int, entry: tuple, reason: str, rows: int, table) -> KvSplitDecision:
+def _from_entry(kv_split: int, entry: tuple[Any, ...], reason: str, rows: int, table: Any) -> KvSplitDecision:
     return replace(_layout(kv_split, reason, entry), pdl=rows <= table.PDL_MAX_ROWS)
 
 
-def _layout(kv_split: int, reason: str, entry: tuple) -> KvSplitDecision:
+def _layout(kv_split: int, reason: str, entry: tuple[Any, ...]) -> KvSplitDecision:
     """A table entry (us, width, warps, unroll, unroll_limit[, batch]) as a decision."""
     _, width, warps, unroll, unroll_limit, *batch = entry
     return KvSplitDecision(kv_split, reason, width, warps, unroll, unroll_limit, batch=batch[0] if batch else 0)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .fp8_quant import E4M3
-from .roles import Role
+from .roles import Function, Role, Sample
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 # Codes on a rounding border may fall to either side.
 CODES_THAT_MAY_DIFFER = 2e-3
 
 
-def check_agreement(label: str, function: Callable, role: Role, reference: Callable, rtol: float | None) -> None:
+def check_agreement(label: str, function: Function, role: Role, reference: Function, rtol: float | None) -> None:
     """Raises ValueError when ``function`` and ``reference`` differ on the role's random samples."""
     for dtype, tolerance in TOLERANCE.items():
         generator = torch.Generator().manual_seed(0)
@@ -26,7 +25,7 @@ def check_agreement(label: str, function: Callable, role: Role, reference: Calla
             _compare(label, function, role, reference, sample, dtype, tolerance if rtol is None else rtol)
 
 
-def _compare(label: str, function: Callable, role: Role, reference: Callable, sample: tuple, dtype: torch.dtype,
+def _compare(label: str, function: Function, role: Role, reference: Function, sample: Sample, dtype: torch.dtype,
              tolerance: float) -> None:
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in zip(role.names, sample)
                        if isinstance(value, Tensor))
@@ -70,7 +69,7 @@ def _first_difference(want: Tensor, found: Tensor, tolerance: float) -> tuple[in
     return tuple(first[0].tolist()) if len(first) else None
 
 
-def _expressions(function: Callable, reference: Callable, role: Role, sample: tuple, number: int,
+def _expressions(function: Function, reference: Function, role: Role, sample: Sample, number: int,
                  at: tuple[int, ...]) -> str:
     """Both sides of the difference as expressions of the arguments, where the function can be traced and read."""
     found = _expression(function, role, sample, number, at)
@@ -80,7 +79,7 @@ def _expressions(function: Callable, reference: Callable, role: Role, sample: tu
     return f" (it computes {found}, the role {want})"
 
 
-def _expression(function: Callable, role: Role, sample: tuple, number: int, at: tuple[int, ...]) -> str | None:
+def _expression(function: Function, role: Role, sample: Sample, number: int, at: tuple[int, ...]) -> str | None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Late: the evaluator belongs to the pass, which imports this package.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-calls
 """Role ``fp8_quant``: block quantisation of the rotated output to E4M3, and the forms its scales are kept in."""
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def fp8_quant(
 
 def dequantise(codes: Tensor, scales: Tensor, block: int = 128) -> Tensor:
     """``codes * scale``: codes [..., K] E4M3, scales [..., K/block] (a float dtype), result [..., K] fp32."""
-    blocks = codes.float().unflatten(-1, (codes.shape[-1] // block, block))
+    blocks: Tensor = codes.float().unflatten(-1, (codes.shape[-1] // block, block))
     return (blocks * scales.float().unsqueeze(-1)).flatten(-2)
 
 
@@ -60,7 +61,7 @@ def pack_exponents(scales: Tensor) -> Tensor:
     """
     exponents = (scales.contiguous().view(torch.int32) >> 23) & 0xFF
     exponents = torch.nn.functional.pad(exponents, (0, -scales.shape[-1] % 4))
-    bytes_of = exponents.unflatten(-1, (exponents.shape[-1] // 4, 4))
+    bytes_of: Tensor = exponents.unflatten(-1, (exponents.shape[-1] // 4, 4))
     low = bytes_of[..., 0] | (bytes_of[..., 1] << 8)
     return low | (bytes_of[..., 2] << 16) | (bytes_of[..., 3] << 24)
 

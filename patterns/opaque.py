@@ -42,12 +42,12 @@ class OpaqueOp:
     versions: str
     roles: tuple[str, ...]
     source: str
-    expand: Callable[..., tuple] | None
+    expand: Callable[..., tuple[Any, ...]] | None
     arguments: tuple[str, ...] = ()
     known: tuple[int, ...] = ()
     requires: Requires | None = None
     label: str = ""
-    expand_fp8: Callable[..., tuple] | None = None
+    expand_fp8: Callable[..., tuple[Any, ...]] | None = None
 
     def under(self, o_proj: str) -> OpaqueOp:
         """The row as ``Config(o_proj=...)`` wants it."""

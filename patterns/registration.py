@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 from torch.utils import _pytree as pytree
 
 from . import opaque
 from .agreement import check_agreement
-from .roles import Role, role
+from .roles import Function, Role, role
 
 NAMESPACE = "fusion_pass_user"
 _registered: dict[str, Registered] = {}
@@ -71,7 +72,7 @@ def register_pattern(
 
     def decorate(function: Any) -> Any:
         overload = _overload(function)
-        label = name or (overload._schema.name if overload is not None else getattr(function, "__name__", ""))
+        label = str(name or (overload._schema.name if overload is not None else getattr(function, "__name__", "")))
         if overload is None:
             _check_signature(function, chosen)
         if label in _registered:
@@ -83,7 +84,7 @@ def register_pattern(
             op_name, result = _make_op(label, function, chosen, reference)
         many = chosen.returns.startswith("(")
 
-        def expand(*arguments: Any, **defaults: Any) -> tuple:
+        def expand(*arguments: Any, **defaults: Any) -> tuple[Any, ...]:
             values = (*arguments, *defaults.values())
             found = reference(*values)
             return found if many else (found,)
@@ -120,14 +121,14 @@ def _overload(function: Any) -> torch._ops.OpOverload | None:
         return function
     if isinstance(function, torch._ops.OpOverloadPacket):
         return function.default
-    if isinstance(function, torch.library.CustomOpDef):
+    if isinstance(function, CustomOpDef):
         return function._opoverload
     if not callable(function):
         raise TypeError(f"register_pattern: expected a function or an op, got {type(function).__name__}")
     return None
 
 
-def _check_signature(function: Callable, chosen: Role) -> None:
+def _check_signature(function: Function, chosen: Role) -> None:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -142,7 +143,7 @@ def _check_signature(function: Callable, chosen: Role) -> None:
                         f"{len(positional)} ({', '.join(p.name for p in positional)})")
 
 
-def _make_op(label: str, function: Callable, chosen: Role, reference: Callable) -> tuple[str, Callable]:
+def _make_op(label: str, function: Function, chosen: Role, reference: Function) -> tuple[str, Function]:
     """A custom op around the function, and the function that calls it."""
     op_name = f"{NAMESPACE}::{re.sub(r'[^0-9A-Za-z_]', '_', label).lstrip('0123456789') or 'pattern'}_{next(_count)}"
 
@@ -172,14 +173,14 @@ def _make_op(label: str, function: Callable, chosen: Role, reference: Callable) 
     return op_name, call
 
 
-def _parameter_names(function: Callable, chosen: Role) -> tuple[str, ...]:
+def _parameter_names(function: Function, chosen: Role) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(function).parameters)[: len(chosen.names)]
     except (TypeError, ValueError):
         return chosen.names
 
 
-def _unaliased(result: Any, arguments: tuple) -> Any:
+def _unaliased(result: Any, arguments: tuple[Any, ...]) -> Any:
     """Results of an op must not share memory with its arguments, as results of a function may."""
     storages = {a.untyped_storage()._cdata for a in arguments if isinstance(a, Tensor)}
 
@@ -194,7 +195,7 @@ def _contiguous_like(value: Tensor) -> Tensor:
     return torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-def _runs_on_fake_tensors(function: Callable, chosen: Role) -> bool:
+def _runs_on_fake_tensors(function: Function, chosen: Role) -> bool:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     sample = chosen.samples(torch.float32, torch.Generator().manual_seed(0))[0]

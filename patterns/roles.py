@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from .fp8_quant import fp8_quant
 from .inverse_rope import inverse_rope
 from .kv_merge import kv_merge
 
-Samples = Callable[[torch.dtype, torch.Generator], list[tuple]]
+Function = Callable[..., Any]
+Sample = tuple[Any, ...]  # the arguments of one call
+Samples = Callable[[torch.dtype, torch.Generator], list[Sample]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Role:
     """
 
     name: str
-    reference: Callable
+    reference: Function
     parameters: tuple[tuple[str, str], ...]
     returns: str
     samples: Samples
@@ -50,7 +53,7 @@ def _normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.
     return torch.randn(*shape, generator=generator).to(dtype)
 
 
-def _fmha_samples(dtype: torch.dtype, generator: torch.Generator) -> list[tuple]:
+def _fmha_samples(dtype: torch.dtype, generator: torch.Generator) -> list[Sample]:
     samples = []
     for batch, queries, heads, dim, keys in ((1, 3, 4, 512, 9), (2, 1, 8, 512, 5), (1, 5, 2, 512, 17)):
         mask = torch.rand(batch, queries, keys, generator=generator) < 0.7
@@ -62,7 +65,7 @@ def _fmha_samples(dtype: torch.dtype, generator: torch.Generator) -> list[tuple]
     return samples
 
 
-def _kv_merge_samples(dtype: torch.dtype, generator: torch.Generator) -> list[tuple]:
+def _kv_merge_samples(dtype: torch.dtype, generator: torch.Generator) -> list[Sample]:
     samples = []
     for splits, tokens, heads, dim in ((2, 3, 4, 512), (5, 1, 8, 512), (3, 4, 2, 512)):
         samples.append((_normal(generator, splits, tokens, heads, dim, dtype=dtype),
@@ -70,7 +73,7 @@ def _kv_merge_samples(dtype: torch.dtype, generator: torch.Generator) -> list[tu
     return samples
 
 
-def _inverse_rope_samples(dtype: torch.dtype, generator: torch.Generator) -> list[tuple]:
+def _inverse_rope_samples(dtype: torch.dtype, generator: torch.Generator) -> list[Sample]:
     samples = []
     for tokens, heads, dim, half in ((3, 4, 512, 32), (1, 8, 512, 32), (6, 2, 512, 32)):
         angles = _normal(generator, tokens, half) * 2
@@ -78,7 +81,7 @@ def _inverse_rope_samples(dtype: torch.dtype, generator: torch.Generator) -> lis
     return samples
 
 
-def _fp8_quant_samples(dtype: torch.dtype, generator: torch.Generator) -> list[tuple]:
+def _fp8_quant_samples(dtype: torch.dtype, generator: torch.Generator) -> list[Sample]:
     samples = []
     for tokens, groups, width, spread in ((3, 2, 512, 1.0), (1, 4, 1024, 30.0), (5, 1, 512, 1e-3)):
         x = _normal(generator, tokens, groups, width) * spread
@@ -87,7 +90,7 @@ def _fp8_quant_samples(dtype: torch.dtype, generator: torch.Generator) -> list[t
     return samples
 
 
-def _bgemm_samples(dtype: torch.dtype, generator: torch.Generator) -> list[tuple]:
+def _bgemm_samples(dtype: torch.dtype, generator: torch.Generator) -> list[Sample]:
     return [(_normal(generator, tokens, groups, width, dtype=dtype),
              _normal(generator, groups, rows, width, dtype=dtype))
             for tokens, groups, width, rows in ((3, 2, 512, 16), (1, 4, 1024, 8), (5, 1, 512, 24))]

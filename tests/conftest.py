@@ -11,3 +11,11 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_terminal_summary(terminalreporter):
+    import sys
+
+    fuzzing = sys.modules.get("fuzzing")  # only when a fuzz test ran
+    if fuzzing is not None:
+        fuzzing.report(terminalreporter.write_line)

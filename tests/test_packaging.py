@@ -86,6 +86,17 @@ def test_checkout_shadows_an_installed_wheel_as_a_whole(wheel, tmp_path):
     assert paths == [str(ROOT / folder / "__init__.py") for folder in ("fusion_pass", "kernels", "patterns")]
 
 
+def test_types(wheel, tmp_path):
+    """``mypy --strict`` over the package as installed: the checkout's own folders are not where it looks."""
+    pytest.importorskip("mypy")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    command = [sys.executable, "-m", "mypy", "--strict", "-p", "fusion_pass", "--cache-dir", str(tmp_path / "cache")]
+    environment = {**os.environ, "MYPYPATH": str(site)}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0 and "no issues found" in found.stdout, found.stdout[-3000:] + found.stderr[-500:]
+
+
 def test_sub_packages_are_not_imported_twice():
     code = (
         "import sys, fusion_pass.kernels, fusion_pass.patterns\n"

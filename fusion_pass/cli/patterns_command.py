@@ -24,7 +24,7 @@ def list_patterns(arguments: Namespace) -> int:
     except (UsageError, ValueError, TypeError) as error:
         print(f"list-patterns: {error}", file=sys.stderr)
         return 2
-    values = {
+    values: dict[str, Any] = {
         "roles": [{"name": r.name, "schema": r.schema, "options": list(r.options), "summary": _summary(r.reference),
                    "reference": f"{r.reference.__module__}.{r.reference.__name__}"} for r in ROLES.values()],
         "declared_ops": [{"name": row.name, "versions": row.versions, "roles": list(row.roles), "source": row.source,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 
+from ..fx_access import args_of, kwargs_of, target_of
 from .moves import broadcast_index, is_float_cast, ravel, unravel
 from .sizes import Sizes
 
@@ -50,11 +52,11 @@ class Contraction:
 
 def contraction(node: fx.Node, sizes: Sizes) -> Contraction | None:
     """Describe ``node`` as a contraction, or None."""
-    rule = _RULES.get(node.target) if node.op == "call_function" else None
+    rule = _RULES.get(target_of(node)) if node.op == "call_function" else None
     return None if rule is None else rule(node, sizes)
 
 
-def _bmm(node: fx.Node, sizes: Sizes, lhs: fx.Node, rhs: fx.Node, **more) -> Contraction:
+def _bmm(node: fx.Node, sizes: Sizes, lhs: fx.Node, rhs: fx.Node, **more: Any) -> Contraction:
     _, m, k = sizes.shape(lhs)
     n = sizes.shape(rhs)[2]
     return Contraction(
@@ -63,20 +65,20 @@ def _bmm(node: fx.Node, sizes: Sizes, lhs: fx.Node, rhs: fx.Node, **more) -> Con
         lambda i, j: (i // (m * n) * k + j) * n + i % n, **more)
 
 
-def _mm(node: fx.Node, sizes: Sizes, lhs: fx.Node, rhs: fx.Node, **more) -> Contraction:
+def _mm(node: fx.Node, sizes: Sizes, lhs: fx.Node, rhs: fx.Node, **more: Any) -> Contraction:
     k, n = sizes.shape(rhs)
     return Contraction(node, lhs, rhs, k, lambda i, j: i // n * k + j, lambda i, j: j * n + i % n, **more)
 
 
 def _linear(node: fx.Node, sizes: Sizes) -> Contraction:
-    lhs, rhs = node.args[0], node.args[1]
-    bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+    lhs, rhs = args_of(node)[0], args_of(node)[1]
+    bias = args_of(node)[2] if len(args_of(node)) > 2 else kwargs_of(node).get("bias")
     n, k = sizes.shape(rhs)
     return Contraction(node, lhs, rhs, k, lambda i, j: i // n * k + j, lambda i, j: i % n * k + j, addend=bias)
 
 
 def _matmul(node: fx.Node, sizes: Sizes) -> Contraction | None:
-    lhs, rhs = node.args[:2]
+    lhs, rhs = args_of(node)[:2]
     a, b, out = sizes.shape(lhs), sizes.shape(rhs), sizes.shape(node)
     if len(a) < 2 or len(b) < 2:
         return None
@@ -89,7 +91,7 @@ def _matmul(node: fx.Node, sizes: Sizes) -> Contraction | None:
 
 
 def _einsum(node: fx.Node, sizes: Sizes) -> Contraction | None:
-    equation, operands = node.args[0].replace(" ", ""), node.args[1]
+    equation, operands = args_of(node)[0].replace(" ", ""), args_of(node)[1]
     if len(operands) != 2 or "->" not in equation or "." in equation:
         return None
     terms, out_names = equation.split("->")
@@ -115,10 +117,10 @@ def _einsum(node: fx.Node, sizes: Sizes) -> Contraction | None:
 
 
 def _scaled_mm(node: fx.Node, sizes: Sizes) -> Contraction | None:
-    lhs, rhs, scale_a, scale_b = node.args[:4]
+    lhs, rhs, scale_a, scale_b = args_of(node)[:4]
     if sizes.numel(scale_a) != 1 or sizes.numel(scale_b) != 1:
         return None
-    bias = node.args[4] if len(node.args) > 4 else node.kwargs.get("bias")
+    bias = args_of(node)[4] if len(args_of(node)) > 4 else kwargs_of(node).get("bias")
     if bias is not None:
         return None
     return _mm(node, sizes, lhs, rhs, scale_nodes=(scale_a, scale_b))
@@ -126,18 +128,18 @@ def _scaled_mm(node: fx.Node, sizes: Sizes) -> Contraction | None:
 
 def _multiply_sum(node: fx.Node, sizes: Sizes) -> Contraction | None:
     """``(a * b).sum(dim)`` over one dimension, with both factors varying along it."""
-    product = node.args[0]
+    product = args_of(node)[0]
     while is_float_cast(product):
-        product = product.args[0]
-    if product.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in product.args):
+        product = args_of(product)[0]
+    if product.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in args_of(product)):
         return None
-    dims = sizes.argument(node.args[1]) if len(node.args) > 1 else None
+    dims = sizes.argument(args_of(node)[1]) if len(args_of(node)) > 1 else None
     shape = sizes.shape(product)
     if not dims or len(dims) != 1:
         return None
     dim = dims[0] % len(shape)
     kept = shape[:dim] + shape[dim + 1:]
-    lhs, rhs = product.args
+    lhs, rhs = args_of(product)
     for operand in (lhs, rhs):
         operand_shape = (1,) * (len(shape) - len(sizes.shape(operand))) + sizes.shape(operand)
         if operand_shape[dim] != shape[dim] or shape[dim] == 1:
@@ -154,20 +156,22 @@ def _multiply_sum(node: fx.Node, sizes: Sizes) -> Contraction | None:
 
 
 def _baddbmm(node: fx.Node, sizes: Sizes) -> Contraction:
-    return _bmm(node, sizes, node.args[1], node.args[2], scale=float(sizes.number(node.kwargs.get("alpha", 1))),
-                addend=node.args[0], addend_scale=float(sizes.number(node.kwargs.get("beta", 1))))
+    addend, lhs, rhs = args_of(node)[:3]
+    return _bmm(node, sizes, lhs, rhs, scale=float(sizes.number(kwargs_of(node).get("alpha", 1))),
+                addend=addend, addend_scale=float(sizes.number(kwargs_of(node).get("beta", 1))))
 
 
 def _addmm(node: fx.Node, sizes: Sizes) -> Contraction:
-    return _mm(node, sizes, node.args[1], node.args[2], scale=float(sizes.number(node.kwargs.get("alpha", 1))),
-               addend=node.args[0], addend_scale=float(sizes.number(node.kwargs.get("beta", 1))))
+    addend, lhs, rhs = args_of(node)[:3]
+    return _mm(node, sizes, lhs, rhs, scale=float(sizes.number(kwargs_of(node).get("alpha", 1))),
+               addend=addend, addend_scale=float(sizes.number(kwargs_of(node).get("beta", 1))))
 
 
-_RULES = {
-    aten.bmm.default: lambda n, s: _bmm(n, s, n.args[0], n.args[1]),
-    aten.mm.default: lambda n, s: _mm(n, s, n.args[0], n.args[1]),
-    aten.bmm.dtype: lambda n, s: _bmm(n, s, n.args[0], n.args[1]),
-    aten.mm.dtype: lambda n, s: _mm(n, s, n.args[0], n.args[1]),
+_RULES: dict[Any, Callable[[fx.Node, Sizes], Contraction | None]] = {
+    aten.bmm.default: lambda n, s: _bmm(n, s, args_of(n)[0], args_of(n)[1]),
+    aten.mm.default: lambda n, s: _mm(n, s, args_of(n)[0], args_of(n)[1]),
+    aten.bmm.dtype: lambda n, s: _bmm(n, s, args_of(n)[0], args_of(n)[1]),
+    aten.mm.dtype: lambda n, s: _mm(n, s, args_of(n)[0], args_of(n)[1]),
     aten.baddbmm.default: _baddbmm, aten.addmm.default: _addmm, aten.linear.default: _linear,
     aten.matmul.default: _matmul, aten.einsum.default: _einsum, aten._scaled_mm.default: _scaled_mm,
     aten.sum.dim_IntList: _multiply_sum,

@@ -6,10 +6,28 @@ meet in one operator: metadata of new nodes could not be computed.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+
+
+@contextlib.contextmanager
+def metadata_mode(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Operators run in the body compute metadata only, under the fake mode of ``tensors`` (none: as they are)."""
+    mode = torch._guards.detect_fake_mode(list(tensors))
+    if mode is None:
+        with torch.no_grad():
+            yield
+        return
+    # Some operators (padding, for one) take symbolic sizes in their Python form only, which AOT traces with as well.
+    symbolic = enable_python_dispatcher() if mode.shape_env is not None else contextlib.nullcontext()
+    with mode, symbolic:
+        yield
 
 
 def unify_fake_modes(graph: fx.Graph) -> None:

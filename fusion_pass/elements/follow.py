@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -20,7 +21,7 @@ class Origin:
 
     node: fx.Node | float
     lanes: torch.Tensor
-    index: torch.Tensor | None
+    index: Any  # torch.Tensor, or None for a number
 
 
 @dataclass
@@ -51,8 +52,8 @@ class Follower:
         it names the operand elements to go on with.
         """
         trace = Trace([])
-        ends: dict[fx.Node | float, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
-        work: list[tuple[fx.Node | float, torch.Tensor | None, torch.Tensor]] = [
+        ends: dict[fx.Node | float, list[tuple[torch.Tensor, Any]]] = {}
+        work: list[tuple[fx.Node | float, Any, torch.Tensor]] = [
             (node, index, torch.arange(len(index)))]
         while work:
             here, at, lanes = work.pop()
@@ -63,7 +64,7 @@ class Follower:
                 pieces = sources(here, at, self.sizes)
                 if pieces is None and through is not None:
                     pieces = through(here, at)
-            if pieces is None:
+            if pieces is None or not isinstance(here, fx.Node):
                 ends.setdefault(here, []).append((lanes, at))
                 continue
             trace.passed.add(here)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 
+from .fakes import metadata_mode
 from .sizes import Sizes
 
 aten = torch.ops.aten
@@ -37,7 +39,8 @@ def probe(size: int) -> torch.Tensor:
     """Positions at which an axis of ``size`` is sampled: all of them unless it is very long."""
     if size <= PROBE_LIMIT:
         return torch.arange(size)
-    return torch.unique(torch.tensor([0, 1, 2, 3, 5, size // 3, size // 2, size - 2, size - 1]))
+    some: torch.Tensor = torch.unique(torch.tensor([0, 1, 2, 3, 5, size // 3, size // 2, size - 2, size - 1]))
+    return some
 
 
 def radix(values: torch.Tensor, size: int) -> list[tuple[int, int]] | None:
@@ -81,7 +84,7 @@ class Builder:
     def __init__(self, graph: fx.Graph, sizes: Sizes, before: fx.Node):
         self.graph, self.sizes, self.before = graph, sizes, before
 
-    def call(self, target: object, *args: object, **kwargs: object) -> fx.Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call_function node with ``meta["val"]`` computed on the operands' fake tensors."""
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
@@ -89,8 +92,7 @@ class Builder:
         tensors = [v for v in _leaves(values) if isinstance(v, torch.Tensor)]
         if not tensors:     # a factory: the graph's own mode
             tensors = [v for n in self.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor)][:1]
-        mode = torch._guards.detect_fake_mode(tensors)
-        with mode if mode is not None else torch.no_grad():
+        with metadata_mode(tensors):
             node.meta["val"] = target(*values[0], **values[1])
         return node
 
@@ -106,6 +108,7 @@ class Builder:
         graph input of that size, and only as the last resort from ``node`` (which that would keep alive)."""
         expr = size.node.expr
         tensors = []
+        other: fx.Node
         for other in self.graph.nodes:
             if other is self.before:
                 break
@@ -177,9 +180,10 @@ class Builder:
                 else:
                     current = self.call(aten.select.int, current, position, starts[dim])
                 continue
-            current = self._split(current, position, shape[dim], starts[dim], mine, axes)
-            if current is None:
+            split = self._split(current, position, shape[dim], starts[dim], mine, axes)
+            if split is None:
                 return None
+            current = split
             order.extend(mine)
             position += len(mine)
         wanted = [order.index(p) for p in sorted(order, key=lambda p: (p[3], -p[1] * strides[p[0]]))]
@@ -196,8 +200,9 @@ class Builder:
             if part_step != step * inner:
                 return self._split_gapped(node, position, size, start, parts, axes)
             inner *= part_count
-        counts = [self._count(part, axes) for part in parts]
-        if any(count is None for count in counts):
+        found = [self._count(part, axes) for part in parts]
+        counts = [count for count in found if count is not None]
+        if len(counts) < len(found):
             return None
         if not (start == 0 and step == 1 and inner == size):
             stop: int = start + (inner - 1) * step + 1

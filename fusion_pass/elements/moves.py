@@ -8,11 +8,15 @@ scatter of a slice, padding ...) send different elements to different inputs, he
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 
+from ..fx_access import args_of, kwargs_of
 from .sizes import Sizes
 
 aten = torch.ops.aten
@@ -27,7 +31,7 @@ class Piece:
     """
 
     source: fx.Node | float
-    index: torch.Tensor | None
+    index: Any  # torch.Tensor, or None where the source is a number
     lanes: torch.Tensor | None = None
 
 
@@ -95,7 +99,7 @@ def broadcast_index(index: torch.Tensor, shape: tuple[int, ...], source_shape: t
 
 
 def _strided(index: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    result = torch.full_like(index, view.storage_offset())
+    result = torch.full_like(index, int(view.storage_offset()))
     for size, coordinate, stride in zip(view.shape, unravel(index, tuple(view.shape)), view.stride()):
         if stride and size != 1:
             result = torch.add(result, coordinate, alpha=stride)
@@ -104,15 +108,18 @@ def _strided(index: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 
 def is_float_cast(node: fx.Node) -> bool:
     """A cast between ordinary floating types: the value stays, up to a rounding that is recorded, not followed."""
-    if node.target not in CASTS or not isinstance(node.args[0], fx.Node):
+    if node.target not in CASTS or not isinstance(args_of(node)[0], fx.Node):
         return False
-    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    before, after = args_of(node)[0].meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
     if before.dtype == after.dtype:
         return True
     ordinary = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     return before.dtype in ordinary and after.dtype in ordinary
+
+
+Rule = Callable[[fx.Node, torch.Tensor, Sizes], list[Piece] | None]
 
 
 def sources(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
@@ -124,41 +131,39 @@ def sources(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | N
         return None
     target = node.target
     if target in SAME_ORDER:
-        if target is aten.dropout.default and node.args[2]:
+        if target is aten.dropout.default and args_of(node)[2]:
             return None
-        return [Piece(node.args[0], index)]
+        return [Piece(args_of(node)[0], index)]
     if target in CASTS:
-        return [Piece(node.args[0], index)] if is_float_cast(node) else None
+        return [Piece(args_of(node)[0], index)] if is_float_cast(node) else None
     if target in STRIDED:
-        base = torch.empty(sizes.shape(node.args[0]), device="meta", dtype=torch.int8)
-        view = target(base, *[sizes.argument(a) for a in node.args[1:]],
-                      **{k: sizes.argument(v) for k, v in node.kwargs.items()})
-        return [Piece(node.args[0], _strided(index, view))]
+        base = torch.empty(sizes.shape(args_of(node)[0]), device="meta", dtype=torch.int8)
+        view = target(base, *[sizes.argument(a) for a in args_of(node)[1:]],
+                      **{k: sizes.argument(v) for k, v in kwargs_of(node).items()})
+        return [Piece(args_of(node)[0], _strided(index, view))]
     if target in EXPANDING:
-        return [Piece(node.args[0], broadcast_index(index, sizes.shape(node), sizes.shape(node.args[0])))]
+        return [Piece(args_of(node)[0], broadcast_index(index, sizes.shape(node), sizes.shape(args_of(node)[0])))]
     rule = _RULES.get(target)
-    if rule is not None:
-        return rule(node, index, sizes)
-    return None
+    return None if rule is None else rule(node, index, sizes)
 
 
 def _getitem(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
-    parent, which = node.args
+    parent, which = args_of(node)
     if not isinstance(parent, fx.Node) or parent.target not in SPLITTING:
         return None
-    base = torch.empty(sizes.shape(parent.args[0]), device="meta", dtype=torch.int8)
-    views = parent.target(base, *[sizes.argument(a) for a in parent.args[1:]],
-                          **{k: sizes.argument(v) for k, v in parent.kwargs.items()})
-    return [Piece(parent.args[0], _strided(index, views[which]))]
+    base = torch.empty(sizes.shape(args_of(parent)[0]), device="meta", dtype=torch.int8)
+    views = parent.target(base, *[sizes.argument(a) for a in args_of(parent)[1:]],
+                          **{k: sizes.argument(v) for k, v in kwargs_of(parent).items()})
+    return [Piece(args_of(parent)[0], _strided(index, views[which]))]
 
 
 def _dimension(node: fx.Node, position: int, default: int, rank: int, sizes: Sizes) -> int:
-    value = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
+    value = args_of(node)[position] if len(args_of(node)) > position else kwargs_of(node).get("dim", default)
     return int(sizes.number(value)) % rank
 
 
 def _cat(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
-    parts = [p for p in node.args[0] if sizes.shape(p) != (0,)]
+    parts = [p for p in args_of(node)[0] if sizes.shape(p) != (0,)]
     shape = sizes.shape(node)
     dim = _dimension(node, 1, 0, len(shape), sizes)
     coordinates = unravel(index, shape)
@@ -181,7 +186,7 @@ def _stack(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
     coordinates = unravel(index, shape)
     which = coordinates.pop(dim)
     pieces = []
-    for number, part in enumerate(node.args[0]):
+    for number, part in enumerate(args_of(node)[0]):
         lanes = (which == number).nonzero().flatten()
         if len(lanes):
             inner = [c[lanes] for c in coordinates]
@@ -201,8 +206,8 @@ def _choose(inside: torch.Tensor, first: Piece, second: Piece) -> list[Piece]:
 
 
 def _pad(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
-    source, pads = node.args[0], sizes.argument(node.args[1])
-    fill = sizes.argument(node.args[2]) if len(node.args) > 2 else node.kwargs.get("value", 0.0)
+    source, pads = args_of(node)[0], sizes.argument(args_of(node)[1])
+    fill = sizes.argument(args_of(node)[2]) if len(args_of(node)) > 2 else kwargs_of(node).get("value", 0.0)
     shape, source_shape = sizes.shape(node), sizes.shape(source)
     coordinates = unravel(index, shape)
     inside = torch.ones_like(index, dtype=torch.bool)
@@ -215,8 +220,8 @@ def _pad(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
 
 def _slice_scatter(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
     names = ("input", "src", "dim", "start", "end", "step")
-    given = dict(zip(names, node.args)) | dict(node.kwargs)
-    base = given.get("input", given.get("self"))
+    given = dict(zip(names, args_of(node))) | dict(kwargs_of(node))
+    base = given["input"] if "input" in given else given["self"]
     src = given["src"]
     shape, src_shape = sizes.shape(node), sizes.shape(src)
     dim = int(sizes.number(given.get("dim", 0))) % len(shape)
@@ -233,10 +238,10 @@ def _slice_scatter(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Pie
 
 
 def _select_scatter(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
-    base, src = node.args[0], node.args[1]
+    base, src = args_of(node)[0], args_of(node)[1]
     shape = sizes.shape(node)
-    dim = int(sizes.number(node.args[2])) % len(shape)
-    which = int(sizes.number(node.args[3])) % shape[dim]
+    dim = int(sizes.number(args_of(node)[2])) % len(shape)
+    which = int(sizes.number(args_of(node)[3])) % shape[dim]
     coordinates = unravel(index, shape)
     inside = coordinates.pop(dim) == which
     at = ravel(coordinates, sizes.shape(src)) if coordinates else torch.zeros_like(index)
@@ -244,39 +249,39 @@ def _select_scatter(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Pi
 
 
 def _copy(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
-    return [Piece(node.args[1], broadcast_index(index, sizes.shape(node), sizes.shape(node.args[1])))]
+    return [Piece(args_of(node)[1], broadcast_index(index, sizes.shape(node), sizes.shape(args_of(node)[1])))]
 
 
 def _flip(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
     shape = sizes.shape(node)
     coordinates = unravel(index, shape)
-    for dim in sizes.argument(node.args[1]):
+    for dim in sizes.argument(args_of(node)[1]):
         coordinates[dim] = shape[dim] - 1 - coordinates[dim]
-    return [Piece(node.args[0], ravel(coordinates, shape))]
+    return [Piece(args_of(node)[0], ravel(coordinates, shape))]
 
 
 def _repeat(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
-    source_shape, shape = sizes.shape(node.args[0]), sizes.shape(node)
+    source_shape, shape = sizes.shape(args_of(node)[0]), sizes.shape(node)
     coordinates = unravel(index, shape)[len(shape) - len(source_shape):]
-    return [Piece(node.args[0], ravel([c % s for c, s in zip(coordinates, source_shape)], source_shape))]
+    return [Piece(args_of(node)[0], ravel([c % s for c, s in zip(coordinates, source_shape)], source_shape))]
 
 
 def _repeat_interleave(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim")
-    times = int(sizes.number(node.args[1]))
+    dim = args_of(node)[2] if len(args_of(node)) > 2 else kwargs_of(node).get("dim")
+    times = int(sizes.number(args_of(node)[1]))
     if dim is None:
-        return [Piece(node.args[0], index // times)]
-    shape, source_shape = sizes.shape(node), sizes.shape(node.args[0])
+        return [Piece(args_of(node)[0], index // times)]
+    shape, source_shape = sizes.shape(node), sizes.shape(args_of(node)[0])
     coordinates = unravel(index, shape)
     coordinates[dim] = coordinates[dim] // times
-    return [Piece(node.args[0], ravel(coordinates, source_shape))]
+    return [Piece(args_of(node)[0], ravel(coordinates, source_shape))]
 
 
 def _block_diag(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
     row, column = unravel(index, sizes.shape(node))
     pieces, row0, column0 = [], 0, 0
     rest = torch.ones_like(index, dtype=torch.bool)
-    for block in node.args[0]:
+    for block in args_of(node)[0]:
         rows, columns = (sizes.shape(block) if len(sizes.shape(block)) == 2 else (1, sizes.numel(block)))
         inside = (row >= row0) & (row < row0 + rows) & (column >= column0) & (column < column0 + columns)
         lanes = inside.nonzero().flatten()
@@ -290,46 +295,42 @@ def _block_diag(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]
     return pieces
 
 
-def _triangle(keep_lower: bool):
+def _triangle(keep_lower: bool) -> Rule:
     def rule(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
         shape = sizes.shape(node)
-        diagonal = int(sizes.number(node.args[1])) if len(node.args) > 1 else int(node.kwargs.get("diagonal", 0))
+        given = args_of(node)[1] if len(args_of(node)) > 1 else kwargs_of(node).get("diagonal", 0)
+        diagonal = int(sizes.number(given))
         *_, row, column = unravel(index, shape)
         inside = (column - row <= diagonal) if keep_lower else (column - row >= diagonal)
-        return _choose(inside, Piece(node.args[0], index), Piece(0.0, None))
+        return _choose(inside, Piece(args_of(node)[0], index), Piece(0.0, None))
     return rule
 
 
-def _constant(value_of):
+def _constant(value_of: Callable[[fx.Node, Sizes], Any]) -> Rule:
     def rule(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
         value = value_of(node, sizes)
         return None if not isinstance(value, (bool, int, float)) else [Piece(value, None)]
     return rule
 
 
-def _filled(position: int):
-    return _constant(lambda node, sizes: sizes.argument(node.args[position]))
+def _filled(position: int) -> Rule:
+    return _constant(lambda node, sizes: sizes.argument(args_of(node)[position]))
 
 
 def _as_strided(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
-    value = node.args[0].meta.get("val")
+    value = args_of(node)[0].meta.get("val")
     if not isinstance(value, torch.Tensor) or not value.is_contiguous():
         return None
-    strides = sizes.argument(node.args[2])
-    offset = node.args[3] if len(node.args) > 3 else node.kwargs.get("storage_offset")
+    strides = sizes.argument(args_of(node)[2])
+    offset = args_of(node)[3] if len(args_of(node)) > 3 else kwargs_of(node).get("storage_offset")
     result = torch.full_like(index, 0 if offset is None else int(sizes.number(offset)))
     for coordinate, stride in zip(unravel(index, sizes.shape(node)), strides):
         result = result + coordinate * stride
-    return [Piece(node.args[0], result)]
+    return [Piece(args_of(node)[0], result)]
 
 
-def _getitem_target():
-    import operator
-    return operator.getitem
-
-
-_RULES = {
-    _getitem_target(): _getitem,
+_RULES: dict[Any, Rule] = {
+    operator.getitem: _getitem,
     aten.cat.default: _cat, aten.stack.default: _stack, aten.constant_pad_nd.default: _pad, aten.pad.default: _pad,
     aten.slice_scatter.default: _slice_scatter, aten.select_scatter.default: _select_scatter,
     aten.copy.default: _copy, aten.flip.default: _flip, aten.repeat.default: _repeat,

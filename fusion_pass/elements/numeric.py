@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.fx as fx
 
+from ..fx_access import args_of, kwargs_of, target_of
 from .contractions import Contraction, contraction
 from .moves import SPLITTING, broadcast_index, ravel, sources, unravel
 from .sizes import Sizes
@@ -98,7 +100,8 @@ class Numeric:
             return self._gathered(node, index, pieces)
         rule = operator_rules().get(node.target)
         if rule is not None:
-            return rule(self, node, index)
+            result: torch.Tensor = rule(self, node, index)
+            return result
         found = contraction(node, self.sizes)
         if found is not None:
             return self._contract(found, index)
@@ -106,7 +109,7 @@ class Numeric:
             return self._pointwise(node, index)
         raise Unevaluated(node, f"{node.target} has no element rule")
 
-    def _gathered(self, node: fx.Node, index: torch.Tensor, pieces: list) -> torch.Tensor:
+    def _gathered(self, node: fx.Node, index: torch.Tensor, pieces: list[Any]) -> torch.Tensor:
         parts = []
         for piece in pieces:
             lanes = torch.arange(len(index)) if piece.lanes is None else piece.lanes
@@ -131,11 +134,11 @@ class Numeric:
         return self.sizes.argument(argument)
 
     def _pointwise(self, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-        args = [self.operand(node, a, index) for a in node.args]
-        kwargs = {k: self.sizes.argument(v) for k, v in node.kwargs.items()
+        args = [self.operand(node, a, index) for a in args_of(node)]
+        kwargs = {k: self.sizes.argument(v) for k, v in kwargs_of(node).items()
                   if k not in ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")}
         try:
-            result = node.target(*args, **kwargs)
+            result = target_of(node)(*args, **kwargs)
         except Exception as error:
             raise Unevaluated(node, f"{node.target}: {error}") from error
         if not isinstance(result, torch.Tensor):
@@ -222,7 +225,7 @@ def to_dtype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @functools.cache
-def operator_rules() -> dict:
+def operator_rules() -> dict[Any, Any]:
     """Element rules by operator (in their own module, which needs this one)."""
     from .numeric_rules import RULES
     return RULES
@@ -234,7 +237,7 @@ def evaluable(node: fx.Node, sizes: Sizes) -> bool:
         return False
     if node.target is operator.getitem:
         from .numeric_rules import TUPLE_RULES
-        parent = node.args[0]
+        parent = args_of(node)[0]
         return parent.target in TUPLE_RULES or parent.target in SPLITTING
     if not isinstance(node.meta.get("val"), torch.Tensor):
         from .numeric_rules import TUPLE_RULES

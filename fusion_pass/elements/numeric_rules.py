@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
+from ..fx_access import args_of, kwargs_of, target_of
 from .moves import CASTS, broadcast_index, ravel, unravel
 from .numeric import EIGHT_BIT, MAX_ELEMENTS, Numeric, Unevaluated, cast_like, to_dtype, widen
 from .sizes import Sizes
@@ -18,12 +19,12 @@ prims = torch.ops.prims
 
 
 def _cast(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-    return to_dtype(engine.values(node.args[0], index), engine.sizes.dtype(node))
+    return to_dtype(engine.values(args_of(node)[0], index), engine.sizes.dtype(node))
 
 
 def _bits(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     """``view(dtype)``: reinterpret bits; the last dimension shrinks or grows with the item sizes."""
-    source = node.args[0]
+    source = args_of(node)[0]
     before, after = engine.sizes.dtype(source), engine.sizes.dtype(node)
     if before.itemsize == after.itemsize:
         raw = engine.values(source, index).to(before) if before not in EIGHT_BIT else (
@@ -41,32 +42,32 @@ def _bits(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
 
 
 def _view_as_complex(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-    pairs = engine.values(node.args[0], torch.stack([index * 2, index * 2 + 1], 1).flatten()).view(-1, 2)
+    pairs = engine.values(args_of(node)[0], torch.stack([index * 2, index * 2 + 1], 1).flatten()).view(-1, 2)
     return torch.complex(pairs[:, 0].contiguous(), pairs[:, 1].contiguous())
 
 
 def _view_as_real(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-    whole = engine.values(node.args[0], index // 2)
+    whole = engine.values(args_of(node)[0], index // 2)
     return torch.where(index % 2 == 0, whole.real, whole.imag)
 
 
 def _conj(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-    return engine.values(node.args[0], index).conj().resolve_conj()
+    return engine.values(args_of(node)[0], index).conj().resolve_conj()
 
 
 def _conj_free(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-    return engine.values(node.args[0], index)
+    return engine.values(args_of(node)[0], index)
 
 
 def _polar(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     radius, angle = (engine.values(a, broadcast_index(index, engine.sizes.shape(node), engine.sizes.shape(a)))
-                     for a in node.args)
+                     for a in args_of(node))
     return torch.polar(radius, angle)
 
 
 def _boolean_put(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     """``x[mask] = scalar``."""
-    base, (mask, *more), value = node.args[:3]
+    base, (mask, *more), value = args_of(node)[:3]
     if more or engine.sizes.numel(value) != 1:
         raise Unevaluated(node, "boolean index_put of more than one value")
     shape, mask_shape = engine.sizes.shape(base), engine.sizes.shape(mask)
@@ -79,10 +80,11 @@ def _boolean_put(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.T
 
 
 def _arange(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-    numbers = [engine.sizes.number(a) for a in node.args]
-    start, step = 0, 1
+    numbers = [engine.sizes.number(a) for a in args_of(node)]
+    start: int | float = 0
+    step: int | float = 1
     if node.target is prims.iota.default:
-        start, step = engine.sizes.number(node.kwargs["start"]), engine.sizes.number(node.kwargs["step"])
+        start, step = engine.sizes.number(kwargs_of(node)["start"]), engine.sizes.number(kwargs_of(node)["step"])
     elif node.target is aten.arange.start:
         start = numbers[0]
     elif node.target is aten.arange.start_step:
@@ -91,26 +93,31 @@ def _arange(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor
 
 
 def _dims_of(engine: Numeric, node: fx.Node, position: int = 1) -> tuple[list[int], bool]:
-    rank = len(engine.sizes.shape(node.args[0]))
-    dims = node.args[position] if len(node.args) > position else node.kwargs.get("dim")
+    rank = len(engine.sizes.shape(args_of(node)[0]))
+    dims = args_of(node)[position] if len(args_of(node)) > position else kwargs_of(node).get("dim")
     dims = engine.sizes.argument(dims)
-    keepdim = node.args[position + 1] if len(node.args) > position + 1 else node.kwargs.get("keepdim", False)
+    keepdim = kwargs_of(node).get("keepdim", False)
+    if len(args_of(node)) > position + 1:
+        keepdim = args_of(node)[position + 1]
     if dims is None or dims == []:
         return list(range(rank)), bool(keepdim)
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims)], bool(keepdim)
 
 
-def _reduction(function: Callable[[torch.Tensor], torch.Tensor]):
+Rule = Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]
+
+
+def _reduction(function: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
     def rule(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
         dims, keepdim = _dims_of(engine, node)
         # A statistic that is broadcast back along its row is asked for once per element of the row.
         unique, where = torch.unique(index, return_inverse=True)
-        return function(engine.rows(node, node.args[0], dims, keepdim, unique))[where]
+        return function(engine.rows(node, args_of(node)[0], dims, keepdim, unique))[where]
     return rule
 
 
 def _getitem(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-    parent, which = node.args
+    parent, which = args_of(node)
     rule = TUPLE_RULES.get(parent.target)
     if rule is None:
         raise Unevaluated(node, f"output {which} of {parent.target} has no element rule")
@@ -120,15 +127,15 @@ def _getitem(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tenso
 def _max_dim(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> torch.Tensor:
     dims, keepdim = _dims_of(engine, node)
     unique, where = torch.unique(index, return_inverse=True)
-    rows = engine.rows(node, node.args[0], dims, keepdim, unique)
+    rows = engine.rows(node, args_of(node)[0], dims, keepdim, unique)
     result = rows.max(1) if node.target is aten.max.dim else rows.min(1)
     return result[which][where]
 
 
 def _softmax(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-    source = node.args[0]
+    source = args_of(node)[0]
     shape = engine.sizes.shape(source)
-    dim = int(engine.sizes.number(node.args[1])) % len(shape)
+    dim = int(engine.sizes.number(args_of(node)[1])) % len(shape)
     coordinates = unravel(index, shape)
     outer = coordinates[:dim] + coordinates[dim + 1:]
     outer_shape = shape[:dim] + shape[dim + 1:]
@@ -145,9 +152,9 @@ def _softmax(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tenso
 
 def _sdpa(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> torch.Tensor:
     """Output (0) or log-sum-exp (1) of the fused scaled-dot-product operators."""
-    query, key, value = node.args[:3]
-    schema = [a.name for a in node.target._schema.arguments]
-    given = dict(zip(schema, node.args)) | dict(node.kwargs)
+    query, key, value = args_of(node)[:3]
+    schema = [a.name for a in target_of(node)._schema.arguments]
+    given = dict(zip(schema, args_of(node))) | dict(kwargs_of(node))
     mask = given.get("attn_mask", given.get("attn_bias"))
     if given.get("dropout_p", 0.0) not in (0, 0.0):
         raise Unevaluated(node, "dropout")
@@ -158,7 +165,7 @@ def _sdpa(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> to
     if which == 0:
         row, column = index // dv, index % dv
     elif which == 1:
-        row, column = index, None
+        row, column = index, index
     else:
         raise Unevaluated(node, f"output {which} of {node.target}")
     rows, where = torch.unique(row, return_inverse=True)
@@ -195,23 +202,23 @@ def load_index(node: fx.Node, index: torch.Tensor, sizes: Sizes,
     """Which elements of which tensor a data-dependent load reads, given the index values."""
     target = node.target
     if target is aten.embedding.default:
-        source, ids = node.args[0], node.args[1]
+        source, ids = args_of(node)[0], args_of(node)[1]
         width = sizes.shape(source)[1]
         return source, values(ids, index // width) % sizes.shape(source)[0] * width + index % width
-    source = node.args[0]
+    source = args_of(node)[0]
     shape, out_shape = sizes.shape(source), sizes.shape(node)
     coordinates = unravel(index, out_shape)
     if target is aten.index_select.default:
-        dim = int(sizes.number(node.args[1])) % len(shape)
-        coordinates[dim] = values(node.args[2], coordinates[dim]) % shape[dim]
+        dim = int(sizes.number(args_of(node)[1])) % len(shape)
+        coordinates[dim] = values(args_of(node)[2], coordinates[dim]) % shape[dim]
         return source, ravel(coordinates, shape)
     if target is aten.gather.default:
-        dim = int(sizes.number(node.args[1])) % len(shape)
-        coordinates[dim] = values(node.args[2], index) % shape[dim]
+        dim = int(sizes.number(args_of(node)[1])) % len(shape)
+        coordinates[dim] = values(args_of(node)[2], index) % shape[dim]
         return source, ravel(coordinates, shape)
-    indices = list(node.args[1]) + [None] * (len(shape) - len(node.args[1]))
+    indices = list(args_of(node)[1]) + [None] * (len(shape) - len(args_of(node)[1]))
     used = [d for d, i in enumerate(indices) if i is not None]
-    broadcast = torch.broadcast_shapes(*[sizes.shape(indices[d]) for d in used])
+    broadcast = torch.broadcast_shapes(*[sizes.shape(indices[d]) for d in used])  # type: ignore[no-untyped-call]
     adjacent = used == list(range(used[0], used[-1] + 1))
     first = used[0] if adjacent else 0
     at_indices = coordinates[first:first + len(broadcast)]
@@ -231,15 +238,15 @@ def load_index(node: fx.Node, index: torch.Tensor, sizes: Sizes,
 
 def _index_put(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     """``x[i] = v`` with index tensors for the leading dimensions (the last writer wins)."""
-    base, indices, value = node.args[:3]
+    base, indices, value = args_of(node)[:3]
     if len(indices) == 1 and indices[0] is not None and engine.sizes.dtype(indices[0]) == torch.bool:
         return _boolean_put(engine, node, index)
-    if len(node.args) > 3 and node.args[3]:
+    if len(args_of(node)) > 3 and args_of(node)[3]:
         raise Unevaluated(node, "accumulating index_put")
     shape = engine.sizes.shape(base)
     if any(i is None for i in indices):
         raise Unevaluated(node, "index_put with gaps")
-    broadcast = tuple(torch.broadcast_shapes(*[engine.sizes.shape(i) for i in indices]))
+    broadcast = tuple(torch.broadcast_shapes(*[engine.sizes.shape(i) for i in indices]))  # type: ignore[no-untyped-call]
     tail_shape = shape[len(indices):]
     count = 1
     for size in broadcast:
@@ -272,19 +279,19 @@ def _logsumexp(rows: torch.Tensor) -> torch.Tensor:
 
 def _cumsum(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     shape = engine.sizes.shape(node)
-    dim = int(engine.sizes.number(node.args[1])) % len(shape)
+    dim = int(engine.sizes.number(args_of(node)[1])) % len(shape)
     coordinates = unravel(index, shape)
     outer = coordinates[:dim] + coordinates[dim + 1:]
     outer_shape = shape[:dim] + shape[dim + 1:]
-    rows = engine.rows(node, node.args[0], [dim], False, ravel(outer, outer_shape) if outer else 0 * index)
+    rows = engine.rows(node, args_of(node)[0], [dim], False, ravel(outer, outer_shape) if outer else 0 * index)
     return rows.cumsum(1).gather(1, coordinates[dim][:, None]).flatten()
 
 
 
-def _total(function: Callable[[torch.Tensor], torch.Tensor]):
+def _total(function: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
     def rule(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
-        rank = len(engine.sizes.shape(node.args[0]))
-        return function(engine.rows(node, node.args[0], list(range(rank)), False, index))
+        rank = len(engine.sizes.shape(args_of(node)[0]))
+        return function(engine.rows(node, args_of(node)[0], list(range(rank)), False, index))
     return rule
 
 

@@ -8,8 +8,9 @@ is added to the user's program.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -46,7 +47,7 @@ class Sizes:
             return int(number) if isinstance(value, torch.SymInt) else float(number)
         raise Unsized(f"no number for {value!r}")
 
-    def _substitute(self, expr: sympy.Expr, shape_env: object = None) -> int | float:
+    def _substitute(self, expr: Any, shape_env: object = None) -> Any:
         if not isinstance(expr, sympy.Basic):
             return expr
         if expr not in self._numbers:
@@ -80,7 +81,7 @@ class Sizes:
             total *= size
         return total
 
-    def argument(self, value: object) -> object:
+    def argument(self, value: object) -> Any:
         """An operator argument with every symbolic number (and list of them) made concrete; tensors stay nodes."""
         if isinstance(value, (list, tuple)):
             return [self.argument(v) for v in value]

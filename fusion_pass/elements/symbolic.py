@@ -8,11 +8,14 @@ an atom itself, so the polynomial is exact about what it covers and opaque about
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
 
+from ..fx_access import args_of, kwargs_of
 from .contractions import contraction
 from .moves import CASTS, broadcast_index, sources, unravel
 from .sizes import Sizes
@@ -88,7 +91,7 @@ class Poly:
         return hash(frozenset(self.terms.items()))
 
 
-def _atom_order(atom: Atom) -> tuple:
+def _atom_order(atom: Atom) -> tuple[Any, ...]:
     return (atom.node.name, atom.index, atom.part, atom.negated)
 
 
@@ -133,11 +136,11 @@ class Symbolic:
             return self._atoms(node, index)
         self.sizes.seen.add(node)
         if node.target in (aten.view_as_complex.default, aten.view_as_complex_copy.default):
-            pairs = self.values(node.args[0], torch.stack([index * 2, index * 2 + 1], 1).flatten())
-            return [Complex(pairs[2 * i], pairs[2 * i + 1]) for i in range(len(index))]
+            pairs = self.values(args_of(node)[0], torch.stack([index * 2, index * 2 + 1], 1).flatten())
+            return [Complex(_real(pairs[2 * i]), _real(pairs[2 * i + 1])) for i in range(len(index))]
         if node.target in (aten.view_as_real.default, aten.view_as_real_copy.default):
-            whole = self.values(node.args[0], index // 2)
-            return [w.re if i % 2 == 0 else w.im for w, i in zip(whole, index.tolist())]
+            whole = self.values(args_of(node)[0], index // 2)
+            return [_part(w, "re" if i % 2 == 0 else "im") for w, i in zip(whole, index.tolist())]
         pieces = sources(node, index, self.sizes)
         if pieces is not None:
             result: list[Value] = [Poly.number(0.0)] * len(index)
@@ -147,16 +150,16 @@ class Symbolic:
                 for lane, value in zip(lanes, self.values(piece.source, at)):
                     result[lane] = value
             return result
-        if node.target in CASTS and not self.sizes.dtype(node.args[0]).is_floating_point and (
+        if node.target in CASTS and not self.sizes.dtype(args_of(node)[0]).is_floating_point and (
                 self.sizes.dtype(node).is_floating_point) and self.sizes.dtype(node).itemsize > 1:
-            return self.values(node.args[0], index)         # an integer position, widened
+            return self.values(args_of(node)[0], index)         # an integer position, widened
         rule = _POINTWISE.get(node.target)
-        value = rule(self, node, index) if rule is not None else None
-        if value is None:
-            value = self._small_contraction(node, index)
-        if value is None or any(isinstance(v, Poly) and len(v.terms) > self.limit for v in value):
+        found = rule(self, node, index) if rule is not None else None
+        if found is None:
+            found = self._small_contraction(node, index)
+        if found is None or any(isinstance(v, Poly) and len(v.terms) > self.limit for v in found):
             return self._atoms(node, index)
-        return value
+        return found
 
     def operand(self, node: fx.Node, argument: object, index: torch.Tensor) -> list[Value] | None:
         """A (broadcast) operand of the pointwise ``node`` at ``index``."""
@@ -201,14 +204,28 @@ def _as_complex(value: Value) -> Complex:
     return value if isinstance(value, Complex) else Complex(value, Poly.number(0.0))
 
 
+def _real(value: Value) -> Poly:
+    assert isinstance(value, Poly)
+    return value
+
+
+def _part(value: Value, part: str) -> Poly:
+    assert isinstance(value, Complex)
+    return value.re if part == "re" else value.im
+
+
+Rule = Callable[[Symbolic, fx.Node, torch.Tensor], list[Value] | None]
+
+
 def _negative(value: Value) -> Value:
     return Complex(value.re.scaled(-1), value.im.scaled(-1)) if isinstance(value, Complex) else value.scaled(-1)
 
 
-def _linear_rule(sign: float, reverse: bool = False):
+def _linear_rule(sign: float, reverse: bool = False) -> Rule:
     def rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
-        alpha = float(engine.sizes.number(node.kwargs.get("alpha", node.args[2] if len(node.args) > 2 else 1)))
-        a, b = engine.operand(node, node.args[0], index), engine.operand(node, node.args[1], index)
+        given = args_of(node)[2] if len(args_of(node)) > 2 else 1
+        alpha = float(engine.sizes.number(kwargs_of(node).get("alpha", given)))
+        a, b = engine.operand(node, args_of(node)[0], index), engine.operand(node, args_of(node)[1], index)
         if a is None or b is None:
             return None
         if reverse:
@@ -220,10 +237,10 @@ def _linear_rule(sign: float, reverse: bool = False):
 def _mul_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
     """A scalar factor (a number other than +-1, or a tensor without dimensions) of something without leaves stays
     inside an atom: a scaled cos table is a table."""
-    a, b = engine.operand(node, node.args[0], index), engine.operand(node, node.args[1], index)
+    a, b = engine.operand(node, args_of(node)[0], index), engine.operand(node, args_of(node)[1], index)
     if a is None or b is None:
         return None
-    if engine.leaves and any(_is_scale(engine, argument) for argument in node.args[:2]) and not any(
+    if engine.leaves and any(_is_scale(engine, argument) for argument in args_of(node)[:2]) and not any(
             _has_leaf(value, engine.leaves) for value in (*a[:1], *b[:1])):
         return None
     return [_multiply(x, y) for x, y in zip(a, b)]
@@ -241,17 +258,18 @@ def _has_leaf(value: Value, leaves: frozenset[fx.Node]) -> bool:
 
 
 def _div_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
-    b = engine.operand(node, node.args[1], index)
-    numbers = None if b is None else [v.constant() if isinstance(v, Poly) else None for v in b]
-    if numbers is None or any(not n for n in numbers):
+    b = engine.operand(node, args_of(node)[1], index)
+    constants = [] if b is None else [v.constant() if isinstance(v, Poly) else None for v in b]
+    numbers = [n for n in constants if n]
+    if b is None or len(numbers) < len(constants):
         return None
-    a = engine.operand(node, node.args[0], index)
+    a = engine.operand(node, args_of(node)[0], index)
     return None if a is None else [_multiply(x, Poly.number(1.0 / n)) for x, n in zip(a, numbers)]
 
 
-def _unary(function):
+def _unary(function: Callable[[Value], Value]) -> Rule:
     def rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
-        return [function(v) for v in engine.values(node.args[0], index)]
+        return [function(v) for v in engine.values(args_of(node)[0], index)]
     return rule
 
 
@@ -259,13 +277,13 @@ def _conj(value: Value) -> Value:
     return Complex(value.re, value.im.scaled(-1)) if isinstance(value, Complex) else value
 
 
-def _trigonometric(odd: bool):
+def _trigonometric(odd: bool) -> Rule:
     """cos(-x) = cos(x) and sin(-x) = -sin(x): a leading minus of the argument is taken outside."""
     function = math.sin if odd else math.cos
 
     def rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
         result: list[Value] = []
-        for at, argument in zip(index.tolist(), engine.values(node.args[0], index)):
+        for at, argument in zip(index.tolist(), engine.values(args_of(node)[0], index)):
             if isinstance(argument, Complex):
                 return None
             number = argument.constant()
@@ -280,32 +298,31 @@ def _trigonometric(odd: bool):
 
 
 def _polar(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
-    radius = engine.operand(node, node.args[0], index)
-    if radius is None or any(not isinstance(r, Poly) or r.constant() is None for r in radius):
+    radius = engine.operand(node, args_of(node)[0], index)
+    angles = engine.operand(node, args_of(node)[1], index)
+    if radius is None or angles is None or any(not isinstance(r, Poly) or r.constant() != 1.0 for r in radius):
         return None
     result: list[Value] = []
-    for at, r, angle in zip(index.tolist(), radius, engine.operand(node, node.args[1], index)):
+    for at, angle in zip(index.tolist(), map(_real, angles)):
         minus = bool(angle.terms) and all(c < 0 for c in angle.terms.values())
         im = Poly.atom(Atom(node, at, "im", negated=minus), -1.0 if minus else 1.0)
-        if r.constant() != 1.0:
-            return None
         result.append(Complex(Poly.atom(Atom(node, at, "re")), im))
     return result
 
 
 def _complex(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
-    re, im = engine.operand(node, node.args[0], index), engine.operand(node, node.args[1], index)
-    return [Complex(a, b) for a, b in zip(re, im)]
+    re, im = engine.operand(node, args_of(node)[0], index), engine.operand(node, args_of(node)[1], index)
+    return None if re is None or im is None else [Complex(_real(a), _real(b)) for a, b in zip(re, im)]
 
 
 def _where(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
-    a, b = engine.operand(node, node.args[1], index), engine.operand(node, node.args[2], index)
+    a, b = engine.operand(node, args_of(node)[1], index), engine.operand(node, args_of(node)[2], index)
     if a is None or b is None or any(x != y for x, y in zip(a, b)):
         return None
     return a
 
 
-_POINTWISE = {
+_POINTWISE: dict[Any, Rule] = {
     aten.add.Tensor: _linear_rule(1), aten.add.Scalar: _linear_rule(1),
     aten.sub.Tensor: _linear_rule(-1), aten.sub.Scalar: _linear_rule(-1),
     aten.rsub.Scalar: _linear_rule(-1, reverse=True), aten.rsub.Tensor: _linear_rule(-1, reverse=True),

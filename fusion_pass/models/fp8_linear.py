@@ -11,6 +11,7 @@ power of two, as UE8M0 storage demands (DeepSeek-V4's configuration says ``"scal
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +166,7 @@ def replace_grouped_linear(model: nn.Module, scale_rule: str = "ue8m0", *, block
     """
     _check_rule(scale_rule)
     found = grouped_linears(model, "replace_grouped_linear")
+    module: Any
     for name, module in found:
         parent, _, attribute = name.rpartition(".")
         groups = int(module.n_groups)

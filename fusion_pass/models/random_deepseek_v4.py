@@ -95,3 +95,30 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         if parameter.is_floating_point() and not any(part in name for part in _FLOAT32_PARTS):
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def filled_cache(model: Any, input_ids: torch.Tensor) -> Any:
+    """transformers' ``DynamicCache`` after a prompt per row of ``input_ids`` [B, S], filled one row at a time.
+
+    Eager attention of transformers keeps [rows, heads, S, keys] probabilities: of one row they fit where those of a
+    batch would not. Rows must not be padded.
+    """
+    import transformers
+
+    caches = []
+    with torch.no_grad():
+        for row in input_ids:
+            caches.append(transformers.DynamicCache(config=model.config))
+            model(row[None], past_key_values=caches[-1], use_cache=True)
+    for number, layer in enumerate(caches[0].layers):
+        rows = [vars(cache.layers[number]) for cache in caches]
+        vars(layer).update({name: _joined([row[name] for row in rows]) for name in rows[0]})
+    return caches[0]
+
+
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(parts) if parts[0].dim() else parts[0]
+    if isinstance(parts[0], dict):
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+    return parts[0]

@@ -39,7 +39,9 @@ def sum_over_ranks(x: Tensor, group: Any = None) -> Tensor:
     import torch.distributed as dist
     import torch.distributed._functional_collectives as collectives
 
-    return collectives.all_reduce(x, "sum", dist.group.WORLD if group is None else group)
+    everyone: Any = dist.group.WORLD
+    total: Tensor = collectives.all_reduce(x, "sum", everyone if group is None else group)
+    return total
 
 
 def split_attention(

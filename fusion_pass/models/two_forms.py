@@ -9,6 +9,7 @@ or where nothing is fused, the bf16 form is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +111,8 @@ class GroupedLinearWithFP8(nn.Module):
             self.scale_rule,
             self.floor,
         )
-        return y.reshape(*x.shape[:-1], -1)
+        rows: Tensor = y.reshape(*x.shape[:-1], -1)
+        return rows
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinearWithFP8:
         # model.to(dtype) casts every floating-point buffer; codes and scales follow the device only.
@@ -139,6 +141,7 @@ def attach_fp8_weights(
             f"attach_fp8_weights: no grouped linear named {', '.join(sorted(unknown))}; there are "
             f"{', '.join(name for name, _ in found)}"
         )
+    module: Any
     for name, module in found:
         groups = int(module.n_groups)
         given = (weights or {}).get(name)

@@ -16,6 +16,7 @@ import torch.fx as fx
 from ..elements.contractions import Contraction, contraction
 from ..elements.moves import CASTS, EXPANDING, SAME_ORDER, SPLITTING, STRIDED, sources
 from ..elements.sizes import Sizes, Unsized
+from ..fx_access import args_of
 from .quant_path import CLAMPS, CONTRACTIONS, EXTREMA, QuantPath
 
 aten = torch.ops.aten
@@ -43,7 +44,8 @@ class Anchor:
 
 def may_be_rotated(node: fx.Node, joined: dict[fx.Node, bool]) -> bool:
     """Does a join stand behind ``node`` after moves and (de)quantisation only? Memoised in ``joined``."""
-    passed, stack, answer = [], [node], False
+    passed: list[fx.Node] = []
+    stack, answer = [node], False
     while stack and len(passed) < CHAIN_LIMIT:
         here = stack.pop()
         if here in joined:
@@ -61,8 +63,8 @@ def may_be_rotated(node: fx.Node, joined: dict[fx.Node, bool]) -> bool:
             stack.append(here.all_input_nodes[0])
         elif here.target in THROUGH:
             stack.extend(here.all_input_nodes[:2])
-        elif getattr(here.target, "__name__", "") == "getitem" and here.args[0].target in SPLITTING:
-            stack.append(here.args[0].args[0])
+        elif getattr(here.target, "__name__", "") == "getitem" and args_of(here)[0].target in SPLITTING:
+            stack.append(args_of(args_of(here)[0])[0])
     if answer:
         joined[node] = True
     else:
@@ -94,11 +96,13 @@ def find_anchors(graph: fx.Graph, sizes: Sizes) -> Iterator[Anchor]:
 def way_back(node: fx.Node, sizes: Sizes, through: QuantPath) -> Iterator[fx.Node]:
     """The nodes on the way of the first element, from ``node`` back through moves and (de)quantisation."""
     index = torch.zeros(1, dtype=torch.int64)
-    while isinstance(node, fx.Node):
+    while True:
         yield node
         pieces = sources(node, index, sizes)
         if pieces is None:
             pieces = through(node, index)
         if not pieces or pieces[0].index is None:
+            return
+        if not isinstance(pieces[0].source, fx.Node):
             return
         node, index = pieces[0].source, pieces[0].index

@@ -100,10 +100,10 @@ class _Joiner:
         except _Apart:
             gathered = ()
         return replace(
-            first, axes=self.axes, q=self.operand([m.q for m in self.matches], self.found.axis),
+            first, axes=self.axes, q=self.operand([m.q for m in self.matches if m.q is not None], self.found.axis),
             kv=tuple(pieces), gathered=gathered if len(gathered) == len(pieces) else (),
             sink=None if first.sink is None else self.operand(
-                [m.sink for m in self.matches], 0 if self.is_head else None),
+                [m.sink for m in self.matches if m.sink is not None], 0 if self.is_head else None),
             interior=frozenset().union(*(m.interior for m in self.matches)),
             casts=tuple(dict.fromkeys(c for m in self.matches for c in m.casts)))
 

@@ -20,6 +20,7 @@ import torch.fx as fx
 from ..elements.moves import is_float_cast
 from ..elements.numeric import Unevaluated
 from ..elements.sizes import Sizes, Unsized
+from ..fx_access import args_of
 from .apart import division, recognise_apart
 from .attention_bindings import Binder, Binding
 from .attention_match import AttentionMatch, KeyPiece, Mask, Operand, OutputAxes
@@ -155,8 +156,9 @@ def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[
     candidates = _sink_candidates(explorer, context, bindings, region, masked | scale_nodes)
     if isinstance(candidates, Refused):
         return candidates
-    refusal = None
-    for sink_node in candidates[:MAX_SINK_CANDIDATES] or [None]:
+    refusal: Refused | None = None
+    tried: list[fx.Node | None] = [*candidates[:MAX_SINK_CANDIDATES]] or [None]
+    for sink_node in tried:
         prover = Prover(explorer, binder, bindings, context.constant, sink_node)
         result = prover.prove()
         context.counters["attention_proof"] += prover.visits
@@ -166,6 +168,7 @@ def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[
                 return match
             return replace(match, gathered=recognise_gathered(binder, bindings, context.constant))
         refusal = refusal or result
+    assert refusal is not None
     return refusal
 
 
@@ -214,7 +217,7 @@ def _match(explorer: Explorer, bindings: list[Binding], region: set[fx.Node], no
 
 def narrows(cast: fx.Node) -> bool:
     """Whether a float cast loses bits."""
-    before, after = cast.args[0].meta["val"].dtype, cast.meta["val"].dtype
+    before, after = args_of(cast)[0].meta["val"].dtype, cast.meta["val"].dtype
     return torch.finfo(after).eps > torch.finfo(before).eps
 
 

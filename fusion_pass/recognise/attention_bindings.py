@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,15 +13,20 @@ import torch.fx as fx
 
 from ..elements.layouts import Axis, row_major
 from ..elements.moves import broadcast_index
+from ..elements.numeric import Leaf
 from .attention_match import KeyPiece, Mask, Operand
 from .attention_proof import Neutral, check_product, depends_on
-from .attention_sites import Explorer, Segment
+from .attention_sites import Explorer, Fused, Segment
 from .descent import Family, Reach, Step, Unfollowed, advance, fit, is_tensor, replay, tensor_operands
 from .refusal import Refused
 from .region import constant_only
 
 MAX_MASKS = 4
 Element = Callable[..., torch.Tensor]
+
+
+def _everywhere(value: float | bool, at: torch.Tensor) -> torch.Tensor:
+    return torch.full((len(at),), value, dtype=torch.bool if isinstance(value, bool) else torch.float64)
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class Binder:
                 if operand is not step.operand and operand not in self.region:
                     add(position, Step(step.node, operand, kind), operand)
         addend = segment.site.fused.mask if segment.site.fused is not None else segment.scores.addend
-        if is_tensor(addend):
+        if addend is not None and is_tensor(addend):
             add(len(segment.path), None, addend)
         unique: dict[fx.Node, Side] = {}
         for side in found:
@@ -212,23 +218,24 @@ class Binder:
         """The (neutral) weights of the first, middle and last key."""
         keys = torch.tensor(sorted({0, segment.count // 2, segment.count - 1}))
         index = self.weight(segment, [torch.zeros_like(keys)] * (self.tokens + 1) + [keys])
-        constant = {node: (lambda at, v=value: torch.full((len(at),), v, dtype=torch.bool if isinstance(v, bool)
-                                                          else torch.float64)) for node, value in leaves.items()}
+        constant: dict[fx.Node, Leaf] = {node: functools.partial(_everywhere, value) for node, value in leaves.items()}
         engine = Neutral(self.sizes, constant, self.constants, self.products, self.region, raw, unknown)
         return engine.values(segment.site.values.lhs, index)
 
     def bind(self, segment: Segment) -> Binding | Refused:
         """All operands of a segment."""
         rows, query = self.rows(segment), self.query(segment)
-        if isinstance(rows, Refused) or isinstance(query, Refused):
-            return rows if isinstance(rows, Refused) else query
+        if isinstance(rows, Refused):
+            return rows
+        if isinstance(query, Refused):
+            return query
         rows_at, row_operand = rows
         query_at, query_operand = query
         wrong = self._check_product(segment, query_at, rows_at, query_operand, row_operand)
         if wrong:
             return Refused("fmha", wrong, segment.scores.node)
         if segment.site.fused is not None:
-            found = self._fused_masks(segment)
+            found = self._fused_masks(segment, segment.site.fused)
         else:
             found = self._masks(segment)
         if isinstance(found, Refused):
@@ -265,8 +272,7 @@ class Binder:
             return f"a score multiplies another query of {query.node.name} than its token's and head's"
         return None
 
-    def _fused_masks(self, segment: Segment) -> tuple[tuple[Mask, ...], float, None] | Refused:
-        fused = segment.site.fused
+    def _fused_masks(self, segment: Segment, fused: Fused) -> tuple[tuple[Mask, ...], float, fx.Node | None] | Refused:
         if fused.causal:
             return Refused("fmha", "is_causal of a fused attention is not taken over", fused.node)
         masks = []
@@ -316,10 +322,10 @@ class Binder:
                 return mask
             if mask is not None:
                 masks.append(mask)
-        node = self._scale_node(segment, passing, others, float(slope[0]))
-        if isinstance(node, Refused):
-            return node
-        return tuple(masks), float(slope[0]), node
+        scale_node = self._scale_node(segment, passing, others, float(slope[0]))
+        if isinstance(scale_node, Refused):
+            return scale_node
+        return tuple(masks), float(slope[0]), scale_node
 
     def _mask_kind(self, segment: Segment, node: fx.Node, operand: Operand, passing: dict[fx.Node, float | bool],
                    low: torch.Tensor, slope: torch.Tensor) -> Mask | Refused | None:

@@ -133,8 +133,8 @@ class _Writer:
 
     def q(self) -> fx.Node | None:
         operand = self.match.q
-        node = self.take(operand)
-        if node is None:
+        node = None if operand is None else self.take(operand)
+        if operand is None or node is None:
             return None
         node = self.widened(node, operand.axes, range(len(self.match.axes.tokens)))
         return self.grouped(node, 2)
@@ -169,8 +169,8 @@ def emit_attention(match: AttentionMatch, builder: Builder) -> AttentionOperands
     """The operands of a dense attention, or None when one of them is no view of its node."""
     writer = _Writer(match, builder)
     q = writer.q()
-    pieces = [writer.rows(piece) for piece in match.kv]
-    if q is None or any(piece is None for piece in pieces):
+    pieces = [rows for piece in match.kv if (rows := writer.rows(piece)) is not None]
+    if q is None or len(pieces) < len(match.kv):
         return None
     dtype = q.meta["val"].dtype
     for piece in pieces:
@@ -236,15 +236,15 @@ def _emit_mask(match: AttentionMatch, writer: _Writer, rows: list[fx.Node]) -> f
         for part in parts[1:]:
             dtype = torch.promote_types(dtype, part.meta["val"].dtype)
         parts = [_convert(builder, part, dtype) for part in parts]
-    mask = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, 2)
+    whole = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, parts, 2)
     for gate in match.sink_gate:
         node = writer.mask(gate, batched)
         if node is None:
             return None
         keep = node if gate.kind == "keep" else builder.call(aten.logical_not.default, node)
         shift = _select(builder, keep, 0.0, NO_SINK_SHIFT)
-        mask = builder.call(aten.add.Tensor, mask, shift)
-    return mask
+        whole = builder.call(aten.add.Tensor, whole, shift)
+    return whole
 
 
 def _select(builder: Builder, keep: fx.Node, yes: float, no: float) -> fx.Node:
@@ -275,10 +275,11 @@ def emit_merge(match: AttentionMatch, builder: Builder) -> MergeOperands | None:
     """The operands of a merge of split-KV partials."""
     writer = _Writer(match, builder)
     partials = match.partials
+    assert partials is not None
 
     def gather(operands: tuple[Operand, ...], tail: int) -> fx.Node | None:
-        nodes = [writer.take(operand) for operand in operands]
-        if any(node is None for node in nodes):
+        nodes = [node for operand in operands if (node := writer.take(operand)) is not None]
+        if len(nodes) < len(operands):
             return None
         if not partials.stacked:
             nodes = [builder.call(aten.unsqueeze.default, node, 0) for node in nodes]
@@ -310,8 +311,8 @@ def emit_gathered(match: AttentionMatch, builder: Builder) -> GatheredOperands |
     writer = _Writer(match, builder)
     writer.batch, writer.rest = (), tuple(range(len(match.axes.tokens)))
     every = writer.rest
-    q = writer.take(match.q)
-    if q is None:
+    q = None if match.q is None else writer.take(match.q)
+    if match.q is None or q is None:
         return None
     q = writer.widened(q, match.q.axes, every)
     channels = match.axes.channels.size

@@ -19,6 +19,7 @@ from ..elements.follow import Follower
 from ..elements.moves import broadcast_index
 from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
+from ..fx_access import args_of
 from .attention_sites import Fused, Segment
 from .descent import LOG_SOFTMAX, SOFTMAX, Path, is_tensor, number_factors, replay
 
@@ -112,7 +113,7 @@ class Scored(Numeric):
         return scores
 
     def _attend(self, fused: Fused, index: torch.Tensor) -> torch.Tensor:
-        value = fused.scores.node.args[2]
+        value = args_of(fused.scores.node)[2]
         _, kv_heads, keys, width = self.sizes.shape(value)
         _, h, s, n = fused.shape
         rows, where = torch.unique(index // width, return_inverse=True)
@@ -145,9 +146,9 @@ class Neutral(Numeric):
         if node in self.region:
             target = node.target
             if target in SOFTMAX:
-                return torch.exp(self.values(node.args[0], index))
+                return torch.exp(self.values(args_of(node)[0], index))
             if target in LOG_SOFTMAX:
-                return self.values(node.args[0], index)
+                return self.values(args_of(node)[0], index)
             if target in _ZERO_STATISTICS or (len(node.args) == 2 and isinstance(node.args[0], fx.Node)
                                               and node.args[0].target in _ZERO_STATISTICS):
                 return torch.zeros(len(index), dtype=torch.float64)

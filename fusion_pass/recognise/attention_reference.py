@@ -74,10 +74,10 @@ class Prover:
         size = self.axes.channels.size
         return torch.tensor(sorted({c for c in (0, size - 65, size - 64, size - 1) if c >= 0}))
 
-    def sink_operand(self, leaves: dict[fx.Node, Leaf]) -> Operand | Refused:
+    def sink_operand(self, sink: fx.Node, leaves: dict[fx.Node, Leaf]) -> Operand | Refused:
         """Where every head's sink lives in the sink node: recorded while the graph is evaluated."""
         asked: list[torch.Tensor] = []
-        leaf = leaves[self.sink]
+        leaf = leaves[sink]
 
         def record(index: torch.Tensor) -> torch.Tensor:
             asked.append(index)
@@ -89,7 +89,7 @@ class Prover:
             count = len(heads)
             coordinates = [torch.full((count,), a.size - 1 if last else 0) for a in self.axes.tokens]
             index = self.explorer.output_index(*coordinates, torch.tensor(heads), torch.zeros(count, dtype=torch.int64))
-            engine = self.engine({**leaves, self.sink: record})
+            engine = self.engine({**leaves, sink: record})
             engine.values(self.explorer.output, index)
             self.visits += engine.visits
             return torch.unique(torch.cat(asked)).tolist() if asked else []
@@ -98,15 +98,15 @@ class Prover:
         first = read(False, [0])
         second = read(False, [1]) if heads > 1 else first
         if len(first) != 1 or len(second) != 1:
-            return Refused("fmha", f"depends on {max(len(first), len(second))} elements of {depends_on(self.sink)} "
-                                   "per head", self.sink)
+            return Refused("fmha", f"depends on {max(len(first), len(second))} elements of {depends_on(sink)} "
+                                   "per head", sink)
         stride = second[0] - first[0]
         if heads > 1 and stride == 0:
-            return Refused("fmha", f"{depends_on(self.sink)} is not one sink per head", self.sink)
+            return Refused("fmha", f"{depends_on(sink)} is not one sink per head", sink)
         if set(read(True, [0, heads - 1])) != {first[0], first[0] + (heads - 1) * stride}:
-            return Refused("fmha", f"{depends_on(self.sink)} changes with the token, or not evenly with the head: it "
-                                   "is no sink", self.sink)
-        return Operand(self.sink, first[0], (Axis(heads, stride, self.axes.heads.size_from),))
+            return Refused("fmha", f"{depends_on(sink)} changes with the token, or not evenly with the head: it "
+                                   "is no sink", sink)
+        return Operand(sink, first[0], (Axis(heads, stride, self.axes.heads.size_from),))
 
     def gate(self) -> tuple[Mask, ...]:
         """The masks that also cover a key that only carries the sink (an extra row), with the axes (tokens.., 1)."""
@@ -136,7 +136,7 @@ class Prover:
         """(sink, gate) when the graph agrees with the formula; else the first differing element."""
         sink, refusal = None, None
         if self.sink is not None:
-            found = self.sink_operand(self.leaves(0))
+            found = self.sink_operand(self.sink, self.leaves(0))
             if isinstance(found, Refused):
                 return found
             sink = found
@@ -145,6 +145,7 @@ class Prover:
             refusal = self._compare(sink, gate)
             if refusal is None:
                 return sink, gate
+        assert refusal is not None
         return refusal
 
     def parts_normalised(self) -> bool:

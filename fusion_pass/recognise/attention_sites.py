@@ -15,6 +15,7 @@ import torch.fx as fx
 from ..elements.contractions import Contraction, contraction
 from ..elements.follow import Follower
 from ..elements.sizes import Sizes
+from ..fx_access import args_of, target_of
 from .attention_match import OutputAxes
 from .context import Context
 from .descent import Descent, Path, Reach, Step, as_contraction, replay, varies
@@ -73,11 +74,11 @@ def fused_attention(node: fx.Node, sizes: Sizes) -> Fused | None:
         operator = node.args[0]
     if operator.op != "call_function" or operator.target not in _FUSED:
         return None
-    names = [a.name for a in operator.target._schema.arguments]
+    names = [a.name for a in target_of(operator)._schema.arguments]
     given = dict(zip(names, operator.args)) | dict(operator.kwargs)
     if given.get("dropout_p", 0.0) not in (0, 0.0):
         return None
-    query, key, value = operator.args[:3]
+    query, key, value = args_of(operator)[:3]
     b, h, s, d = sizes.shape(query)
     _, kv_heads, n, _ = sizes.shape(value)
     scale = given.get("scale")
@@ -94,7 +95,7 @@ def fused_attention(node: fx.Node, sizes: Sizes) -> Fused | None:
 
 def fused_values(fused: Fused, sizes: Sizes) -> Contraction:
     """The contraction of a fused operator's weights (virtual index [b, h, s, n]) with its values."""
-    value = fused.scores.node.args[2]
+    value = args_of(fused.scores.node)[2]
     _, kv_heads, n, width = sizes.shape(value)
     b, h, s, _ = fused.shape
     return Contraction(
@@ -157,7 +158,8 @@ class Explorer:
         """What the values of a site consist of, when the site only adds up partial outputs."""
         if site.values.extent > 512:
             return None
-        side = "rhs" if contraction(site.node, self.sizes).rhs is site.values.rhs else "lhs"
+        own = contraction(site.node, self.sizes)
+        side = "rhs" if own is not None and own.rhs is site.values.rhs else "lhs"
         index = replay(site.path, self.output_index(*self.base()), self.sizes)
         result = []
         for term in range(site.values.extent):
@@ -220,6 +222,7 @@ class Explorer:
                 return Refused("fmha", f"the keys of {reach.node.name} are not contiguous", reach.node)
             scores = site.fused.scores if site.fused is not None else as_contraction(
                 reach.node, self.sizes, self.axes.channels.size)
+            assert scores is not None  # is_score asked for one
             found = self._segment(site, at, here, reach, scores)
             if isinstance(found, Refused):
                 return found
@@ -238,7 +241,7 @@ class Explorer:
         where = replay(site.path, self.output_index(*[c[ends] for c in self.base()]), self.sizes)
         value_index = site.values.rhs_at(where[None, :], keys[:, None]).flatten()
         values = self.descent.chain(site.values.rhs, value_index)
-        failed = None
+        failed = scores.rhs
         for product in (scores, scores.swapped()):
             index = product.rhs_at(reach.index[:, None], ends[None, :]).flatten()
             rows = self.descent.chain(product.rhs, index, scaled=True)
@@ -249,6 +252,6 @@ class Explorer:
                     reach.index[:1, None], torch.arange(channels)[None, :]).flatten(), scaled=True)
                 return Segment(site, int(keys[0]), len(keys), reach.path, product, tuple(reversed(queries)),
                                tuple(r for _, r in pairs), tuple(v for v, _ in pairs))
-            failed = failed or rows[-1].node
+            failed = rows[-1].node if product is scores else failed
         return Refused("fmha", f"values come from {values[-1].node.name}, keys from {failed.name}: they are not the "
                                "same rows", site.node)

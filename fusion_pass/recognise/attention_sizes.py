@@ -29,18 +29,18 @@ def agreed(match: AttentionMatch, other: AttentionMatch, sizes: Sizes, other_siz
         if abs(match.scale - other.scale) > 1e-9 * abs(match.scale):
             raise _Disagreement("the softmax scale changes")
         partials = None
-        if match.partials is not None:
-            a, b = match.partials, other.partials
+        a, b = match.partials, other.partials
+        if a is not None and b is not None:
             if (a.stacked, a.total is None) != (b.stacked, b.total is None):
                 raise _Disagreement("the statistics change")
-            partials = Partials(compare.operands(a.parts, b.parts), compare.operands(a.top, b.top),
-                                None if a.total is None else compare.operands(a.total, b.total), a.stacked,
+            total = None if a.total is None or b.total is None else compare.operands(a.total, b.total)
+            partials = Partials(compare.operands(a.parts, b.parts), compare.operands(a.top, b.top), total, a.stacked,
                                 a.stat_scale)
         return replace(
             match, partials=partials,
-            q=None if match.q is None else compare.operand(match.q, other.q),
+            q=None if match.q is None or other.q is None else compare.operand(match.q, other.q),
             kv=compare.pieces(match.kv, other.kv),
-            sink=None if match.sink is None else compare.operand(match.sink, other.sink),
+            sink=None if match.sink is None or other.sink is None else compare.operand(match.sink, other.sink),
             sink_gate=compare.masks(match.sink_gate, other.sink_gate),
             gathered=compare.gathered(match.gathered, other.gathered))
     except _Disagreement as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -132,14 +133,16 @@ class ChainFinder:
                 continue
             if node not in self._candidates:
                 self._candidates[node] = self._candidate(node)
-            if self._candidates[node] is not None:
-                yield self._candidates[node]
+            candidate = self._candidates[node]
+            if candidate is not None:
+                yield candidate
 
     def _candidate(self, node: fx.Node) -> _Candidate | None:
         kind = dtype_of(node)
         if kind is None or not (kind.is_floating_point or kind in FP8):
             return None
-        self.sizes.seen = seen = set()
+        seen: set[fx.Node] = set()
+        self.sizes.seen = seen
         try:
             path = QuantPath(self.sizes, self.cones)
             structure = read_structure(node, self.sizes, self.follower, path)
@@ -218,7 +221,7 @@ class ChainFinder:
         do not; a second consumer does.)"""
         if len(anchors) == 1:
             return False
-        rows = []
+        rows: list[Any] = []
         for anchor in anchors:
             lanes = anchor.contraction.indices(torch.zeros(1, dtype=torch.int64))[0][0]
             trace = self.follower.follow(anchor.operand, lanes, stop=frozenset([rotation.node]),

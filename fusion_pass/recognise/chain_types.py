@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..elements.layouts import Axis
 from .anchors import Anchor
@@ -37,7 +38,7 @@ class Chain:
             roles.append("fp8_quant")
         return (*roles, "bgemm")
 
-    def signature(self) -> tuple:
+    def signature(self) -> tuple[Any, ...]:
         """What must not depend on the example's sizes: equal for the same chain under another assignment of the size
         symbols."""
         rotation, grouping = self.rotation, self.grouping

@@ -24,6 +24,7 @@ from ..config import Config
 from ..elements.moves import is_float_cast, is_move
 from ..elements.numeric import Numeric, Unevaluated
 from ..elements.sizes import Sizes, Unsized
+from ..fx_access import args_of
 from ..legality import WRITTEN_OUT, is_impure
 from ..patterns.opaque import NotExpanded, OpaqueOp, declared
 from .written_call import Call, read_call
@@ -130,7 +131,7 @@ class DeclaredOps:
                 continue
             expansion.undone = True
             for old, new in expansion.outputs:
-                new.replace_all_uses_with(old, delete_user_cb=lambda user, e=expansion: user not in e.inside)
+                new.replace_all_uses_with(old, delete_user_cb=functools.partial(_is_outside, expansion))
             _mark(expansion.node, live)
         settled = not changed or self._settled(plan)
         for expansion in self.expansions:
@@ -202,7 +203,7 @@ def _mark(node: fx.Node, live: set[fx.Node]) -> None:
         if here not in live:
             live.add(here)
             # A value that is only compared with (see validation) needs nothing to be kept for it.
-            stack.extend(here.args[1:2] if here.target is AGREE else here.all_input_nodes)
+            stack.extend(args_of(here)[1:2] if here.target is AGREE else here.all_input_nodes)
 
 
 def _mark_all(graph: fx.Graph, live: set[fx.Node]) -> None:
@@ -265,17 +266,24 @@ def _trace(row: OpaqueOp, call: Call) -> fx.GraphModule:
     """The written-out form as a graph over the call's operands, traced on their fake tensors."""
     values = [n.meta["val"] for n in call.operands]
 
+    expand = row.expand
+    assert expand is not None  # or the op stays opaque
+
     def written_out(*operands: Any) -> Any:
         table = dict(zip(call.operands, operands))
-        return call.evaluate(row.expand, table.__getitem__)
+        return call.evaluate(expand, table.__getitem__)
 
     mode = torch._guards.detect_fake_mode(values) or FakeTensorMode()
     with mode, enable_python_dispatcher():
         return make_fx(written_out, decomposition_table=_decompositions())(*values)
 
 
+def _is_outside(expansion: Expansion, user: fx.Node) -> bool:
+    return user not in expansion.inside
+
+
 @functools.cache
-def _decompositions() -> dict:
+def _decompositions() -> dict[Any, Any]:
     """Inductor's, as parts of a written-out form may stay in a graph that Inductor compiles; contractions and softmax
     keep their form, which recognition and kernels are written for."""
     from torch._inductor.decomposition import select_decomp_table
@@ -322,6 +330,7 @@ def insert_traced(graph: fx.Graph, before: fx.Node, traced: fx.GraphModule, call
 def _known_size(graph: fx.Graph, before: fx.Node, size: torch.SymInt) -> fx.Node | None:
     """A node that has this size and needs no intermediate tensor for it: reading a size keeps the tensor alive."""
     tensors = []
+    node: fx.Node
     for node in graph.nodes:
         if node is before:
             break

@@ -16,6 +16,7 @@ from ..elements.contractions import Contraction, contraction
 from ..elements.layouts import probe, radix
 from ..elements.moves import Piece, broadcast_index, ravel, sources, unravel
 from ..elements.sizes import Sizes
+from ..fx_access import args_of, kwargs_of
 
 aten = torch.ops.aten
 SOFTMAX = {aten._softmax.default, aten.softmax.int, aten._safe_softmax.default}
@@ -53,7 +54,8 @@ def advance(step: Step, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         for piece in sources(node, index, sizes) or []:
             if piece.source is operand:
                 if piece.lanes is None:
-                    return piece.index
+                    every: torch.Tensor = piece.index
+                    return every
                 result[piece.lanes] = piece.index
         if bool((result < 0).any()):
             raise Unfollowed(f"{node.name} takes elements from elsewhere than {operand.name}")
@@ -64,6 +66,7 @@ def advance(step: Step, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         return index
     if step.kind == "factor":
         found = contraction(node, sizes)
+        assert found is not None
         at = found.lhs_at if step.side == "lhs" else found.rhs_at
         return at(index, torch.full_like(index, step.fixed))
     if step.kind == "term":
@@ -81,7 +84,7 @@ def replay(path: Path, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
 def _reduced(node: fx.Node, sizes: Sizes) -> tuple[list[int], int, bool]:
     """(reduced dimensions, number of terms, keepdim) of a sum."""
-    shape = sizes.shape(node.args[0])
+    shape = sizes.shape(args_of(node)[0])
     dims = sizes.argument(node.args[1]) if len(node.args) > 1 else None
     dims = list(range(len(shape))) if not dims else [d % len(shape) for d in dims]
     total = 1
@@ -92,7 +95,7 @@ def _reduced(node: fx.Node, sizes: Sizes) -> tuple[list[int], int, bool]:
 
 
 def _reduced_index(node: fx.Node, index: torch.Tensor, term: int, sizes: Sizes) -> torch.Tensor:
-    shape = sizes.shape(node.args[0])
+    shape = sizes.shape(args_of(node)[0])
     dims, _, keepdim = _reduced(node, sizes)
     coordinates = unravel(index, sizes.shape(node))
     if keepdim:
@@ -115,14 +118,14 @@ def is_tensor(value: object) -> bool:
 def tensor_operands(node: fx.Node) -> list[tuple[fx.Node, str]]:
     """The operands of a pointwise operator, a softmax or a boolean assignment, with the kind of step to them."""
     if node.target in SOFTMAX or node.target in LOG_SOFTMAX:
-        return [(node.args[0], "same")]
+        return [(args_of(node)[0], "same")]
     if node.target is aten.index_put.default:
-        base, indices, value = node.args[:3]
+        base, indices, value = args_of(node)[:3]
         if len(indices) == 1 and is_tensor(indices[0]) and indices[0].meta["val"].dtype == torch.bool:
             return [(base, "same"), (indices[0], "rows"), (value, "scalar")]
         return []
     if is_pointwise(node):
-        return [(a, "point") for a in (*node.args, *node.kwargs.values()) if is_tensor(a)]
+        return [(a, "point") for a in (*args_of(node), *kwargs_of(node).values()) if is_tensor(a)]
     return []
 
 
@@ -209,10 +212,10 @@ class Descent:
     def _linear_operands(self, node: fx.Node, index: torch.Tensor) -> list[tuple[fx.Node, str, int]] | None:
         if node.target is aten.sum.dim_IntList and contraction(node, self.sizes) is None:
             _, terms, _ = _reduced(node, self.sizes)
-            return [(node.args[0], "term", k) for k in range(terms)] if terms <= MAX_TERMS else None
+            return [(args_of(node)[0], "term", k) for k in range(terms)] if terms <= MAX_TERMS else None
         if node.target not in _LINEAR:
             return None
-        operands = [a for a in node.args if is_tensor(a)]
+        operands = [a for a in args_of(node) if is_tensor(a)]
         if node.target is aten.where.self:
             operands = operands[1:]
         varying = [a for a in operands
@@ -247,11 +250,11 @@ def number_factor(node: fx.Node, sizes: Sizes) -> tuple[fx.Node, float] | None:
     """(operand, factor) when ``node`` is a tensor times, or divided by, a number."""
     if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
-    a, b = node.args[:2]
+    a, b = args_of(node)[:2]
     if is_tensor(a) and not is_tensor(b):
         number = float(sizes.number(b))
         if node.target in _QUOTIENTS:
-            return (a, 1.0 / number) if number and len(node.args) == 2 else None
+            return (a, 1.0 / number) if number and len(args_of(node)) == 2 else None
         return (a, number) if number else None
     if is_tensor(b) and not is_tensor(a) and node.target not in _QUOTIENTS:
         number = float(sizes.number(a))

@@ -14,6 +14,7 @@ import torch.fx as fx
 from ..elements.moves import sources
 from ..elements.numeric import Leaf, Numeric, Unevaluated, random_leaf
 from ..elements.numeric_rules import INDEXED, load_index
+from ..fx_access import args_of
 from .attention_bindings import Binder, Binding
 from .attention_match import Gathered, Operand
 from .descent import Reach, Step, Unfollowed, advance, fit, is_tensor, replay
@@ -69,8 +70,8 @@ class _Examination:
             node = here.node
             if node.op != "call_function":
                 return None
-            if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and self._hidden(node.args[1]):
-                step = Step(node, node.args[0], "point")
+            if node.target in (aten.masked_fill.Scalar, aten.masked_fill.Tensor) and self._hidden(args_of(node)[1]):
+                step = Step(node, args_of(node)[0], "point")
             else:
                 pieces = sources(node, here.index, self.sizes)
                 if pieces is None or len(pieces) != 1 or not isinstance(pieces[0].source, fx.Node):
@@ -118,10 +119,12 @@ class _Examination:
         if any(mask.kind == "add" for mask in self.binding.piece.masks):
             return None
         load = self.load()
-        indices = self.indices(load) if load is not None else None
+        if load is None:
+            return None
+        indices = self.indices(load)
         if indices is None:
             return None
-        shape = self.sizes.shape(load.node.args[0])
+        shape = self.sizes.shape(args_of(load.node)[0])
         random = random_leaf(41)
         limit = max(2, min((s for s in shape[:-1] if s > 1), default=2))
 
@@ -162,8 +165,8 @@ class _Examination:
         """``x[i]`` counts negative indices from the end: the length that they are counted from (else 0)."""
         if load.node.target is not aten.index.Tensor:
             return 0
-        dims = [d for d, i in enumerate(load.node.args[1]) if i is not None and not constant_only(i)]
-        length = load.node.args[0].meta["val"].shape[dims[0]] if len(dims) == 1 else None
+        dims = [d for d, i in enumerate(args_of(load.node)[1]) if i is not None and not constant_only(i)]
+        length = args_of(load.node)[0].meta["val"].shape[dims[0]] if len(dims) == 1 else None
         if not isinstance(length, int):
             raise Unfollowed("negative indices into an axis of symbolic size")
         return length

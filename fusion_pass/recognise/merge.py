@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -177,6 +178,7 @@ class _Merge:
         self._completed(tops, statistics)
         if len(tops) != len(self.parts):
             return Refused("kv_merge", "not every part has a statistic of its own", self.explorer.output)
+        assert factor is not None  # every part gave one
         if not rest:
             return tops, {}, factor
         # With maxima that all differ, adding one to a sum changes the denominator by that part's weight.
@@ -263,10 +265,10 @@ class _Merge:
         wrong = ((got - want).abs() > TOLERANCE * want.abs().clamp_min(1e-3)) | ~torch.isfinite(got)
         if not bool(wrong.any()):
             return None
-        at = int(wrong.nonzero()[0])
-        where = ", ".join(str(int(c[at])) for c in (*rows, channels))
-        return Refused("kv_merge", f"output [{where}] is {got[at]:.12g} where the merge of {len(self.parts)} partials "
-                                   f"with {'a' if sink else 'no'} sink gives {want[at]:.12g}", self.explorer.output)
+        bad = int(wrong.nonzero()[0])
+        where = ", ".join(str(int(c[bad])) for c in (*rows, channels))
+        return Refused("kv_merge", f"output [{where}] is {got[bad]:.12g} where the merge of {len(self.parts)} partials "
+                                   f"with {'a' if sink else 'no'} sink gives {want[bad]:.12g}", self.explorer.output)
 
 
 def _indicator(ones: torch.Tensor) -> Leaf:
@@ -315,38 +317,42 @@ def _statistics(merge: _Merge, chains: list[list[fx.Node]], parts: tuple[Operand
     singles = [leaf for leaf in leaves.values() if len(leaf.index) == 1 and not leaf.per_token]
     many_tokens = any(e > 1 for e in merge.extents[:-1])
     sinks: list[_Leaf | None] = [*singles] if many_tokens or len(leaves) == 1 else [*singles, None]
-    refusal = None
+    refusal: Refused | None = None
     for sink_leaf in sinks or [None]:
         statistics = [leaf for leaf in leaves.values() if leaf is not sink_leaf]
         result = _with_sink(merge, statistics, leaves, sink_leaf, origins, parts, stacked)
         if not isinstance(result, Refused):
             return result
         refusal = refusal or result
+    assert refusal is not None
     return refusal
 
 
 def _with_sink(merge: _Merge, statistics: list[_Leaf], leaves: dict[fx.Node, _Leaf], sink_leaf: _Leaf | None,
-               origins: dict[fx.Node, list[list[fx.Node]]], parts: tuple[Operand, ...], stacked: bool):
+               origins: dict[fx.Node, list[list[fx.Node]]], parts: tuple[Operand, ...], stacked: bool
+               ) -> tuple[tuple[Operand, ...], tuple[Operand, ...], float, Operand | None] | Refused:
     """The statistics under the assumption that ``sink_leaf`` (or nothing) is the sink."""
     sink_values = {} if sink_leaf is None else {sink_leaf.node: sink_leaf}
     fixed = {node: (lambda index: torch.ones(len(index), dtype=torch.float64)) for node in sink_values}
     plain = merge.output
 
-    def with_sink(rows, channel, given):
+    def with_sink(rows: Any, channel: Any, given: Any) -> Any:
         return plain(rows, channel, {**fixed, **given})
 
-    merge.output = with_sink
+    merge.output = with_sink  # type: ignore[assignment, method-assign]
     try:
         assigned = merge.assign(statistics)
     finally:
-        merge.output = plain
+        merge.output = plain  # type: ignore[method-assign]
     if isinstance(assigned, Refused):
         return assigned
     tops, sums, factor = assigned
     top = merge.operands(tops, leaves, stacked)
     total = merge.operands(sums, leaves, stacked) if sums else ()
-    if isinstance(top, Refused) or isinstance(total, Refused):
-        return top if isinstance(top, Refused) else total
+    if isinstance(top, Refused):
+        return top
+    if isinstance(total, Refused):
+        return total
     if sink_leaf is None:
         return merge.prove(parts, top, total, stacked, factor, None) or (top, total, factor, None)
     chains = origins[sink_leaf.node]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -13,6 +15,7 @@ from ..elements.layouts import Axis, probe, radix
 from ..elements.moves import CASTS, Piece, broadcast_index, is_move
 from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
+from ..fx_access import args_of
 from .anchors import Anchor
 from .quant_path import FP8, QuantPath, dtype_of, is_eight_bit_cast
 from .refusal import Refused
@@ -105,7 +108,7 @@ def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes) ->
         read.append(index)
         return random_leaf(3)(index)
 
-    leaves: dict = {n: random_leaf(4 + i) for i, n in enumerate(node.graph.nodes)
+    leaves: dict[Any, Any] = {n: random_leaf(4 + i) for i, n in enumerate(node.graph.nodes)
                     if n.op in ("placeholder", "get_attr")}
     leaves[rotation.node] = recording
     try:
@@ -205,8 +208,9 @@ def recognise_fp8_weight(found: Contraction, groups: int, sizes: Sizes, follower
             "k": (extent, lambda i: lanes(zero, zero, i))}
     codes_axes: dict[str, list[tuple[int, int]]] = {}
     scale_axes: dict[str, list[tuple[int, int]]] = {}
-    origin: list = [None, None]
+    origin: list[fx.Node | None] = [None, None]
     first = [0, 0]
+    at: Callable[[torch.Tensor], torch.Tensor]
     for name, (size, at) in ways.items():
         read = _weight_elements(found.rhs, at(probe(size)).expand(len(probe(size))), sizes, follower)
         if read is None:
@@ -228,19 +232,19 @@ def recognise_fp8_weight(found: Contraction, groups: int, sizes: Sizes, follower
         if len(parts) == 2 and parts[1][1] == 0:
             blocks.add(parts[1][0])
         elif len(parts) == 1 and parts[0][1] == 0:
-            blocks.add(None)            # a single block along this way
+            pass                        # a single block along this way
         else:
             return None
-    widths = {b for b in blocks if b is not None}
-    if len(widths) != 1:
+    if len(blocks) != 1:
         return None
-    block = widths.pop()
+    block = blocks.pop()
     if any(scale_axes[name][0][1] == 0 and ways[name][0] > block for name in ("r", "k")):
         return None
 
     def axis(parts: list[tuple[int, int]], size: int) -> Axis:
         return Axis(size, parts[0][1] if parts else 0)
 
+    assert origin[0] is not None and origin[1] is not None
     codes = FamilyOf(origin[0], first[0], (axis(codes_axes["g"], batch), axis(codes_axes["r"], rows),
                                            axis(codes_axes["k"], extent)))
     scales = FamilyOf(origin[1], first[1], (axis(scale_axes["g"], batch),
@@ -250,8 +254,8 @@ def recognise_fp8_weight(found: Contraction, groups: int, sizes: Sizes, follower
                                                                follower) else None
 
 
-def _same_everywhere(found: Contraction, codes: FamilyOf, scales: FamilyOf, block: int, lanes, sizes: Sizes,
-                     follower: Follower) -> bool:
+def _same_everywhere(found: Contraction, codes: FamilyOf, scales: FamilyOf, block: int,
+                     lanes: Callable[..., torch.Tensor], sizes: Sizes, follower: Follower) -> bool:
     generator = torch.Generator().manual_seed(9)
     g, r, k = (torch.randint(0, a.size, (64,), generator=generator) for a in codes.axes)
     read = _weight_elements(found.rhs, lanes(g, r, k), sizes, follower)
@@ -288,9 +292,9 @@ def _weight_elements(node: fx.Node, index: torch.Tensor, sizes: Sizes, follower:
 
 def _from_eight_bits(node: fx.Node, index: torch.Tensor) -> list[Piece] | None:
     """Widening of E4M3 codes and of E8M0 scales is exact."""
-    if node.target in CASTS and (dtype_of(node.args[0]) is E8M0 or (
-            is_eight_bit_cast(node) and dtype_of(node.args[0]) is torch.float8_e4m3fn)):
-        return [Piece(node.args[0], index)]
+    if node.target in CASTS and (dtype_of(args_of(node)[0]) is E8M0 or (
+            is_eight_bit_cast(node) and dtype_of(args_of(node)[0]) is torch.float8_e4m3fn)):
+        return [Piece(args_of(node)[0], index)]
     return None
 
 

@@ -13,6 +13,7 @@ import torch.fx as fx
 
 from ..elements.moves import CASTS, Piece, broadcast_index, is_float_cast
 from ..elements.sizes import Sizes
+from ..fx_access import args_of
 
 aten = torch.ops.aten
 
@@ -119,13 +120,14 @@ class QuantPath:
         if is_eight_bit_cast(node):
             if node not in self.casts:
                 self.casts.append(node)
-            return [Piece(node.args[0], index)]
-        if node.target is aten.view.dtype and dtype_of(node).itemsize == 1 and dtype_of(node.args[0]).itemsize == 1:
-            return [Piece(node.args[0], index)]         # codes looked at as bytes and back
+            return [Piece(args_of(node)[0], index)]
+        if node.target is aten.view.dtype and all(
+                dtype is not None and dtype.itemsize == 1 for dtype in (dtype_of(node), dtype_of(args_of(node)[0]))):
+            return [Piece(args_of(node)[0], index)]         # codes looked at as bytes and back
         if node.target in CLAMPS and self.cones.has_block_maximum(node):
-            return [Piece(node.args[0], index)]
+            return [Piece(args_of(node)[0], index)]
         if node.target in EXTREMA:
-            for operand, other in (node.args[:2], node.args[1::-1]):
+            for operand, other in (args_of(node)[:2], args_of(node)[1::-1]):
                 if self.sizes.numel(other) == 1 and self.sizes.numel(operand) == self.sizes.numel(node):
                     return [Piece(operand, index)]
             return None

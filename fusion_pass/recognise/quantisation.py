@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -24,6 +25,7 @@ from ..elements.follow import Follower
 from ..elements.moves import CASTS, unravel
 from ..elements.numeric import Leaf, Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
+from ..fx_access import args_of
 from ..patterns.fp8_quant import E4M3_MAX, block_scale
 from ..patterns.inverse_rope import inverse_rope
 from .quant_path import FP8, QuantPath, dtype_of
@@ -58,7 +60,8 @@ class ScaleTensor:
     per_block: int
 
 
-def rotated(rotation: Rotation, outer: torch.Tensor, source: Callable, tables: Callable) -> torch.Tensor:
+def rotated(rotation: Rotation, outer: torch.Tensor, source: Callable[..., Any],
+            tables: Callable[..., Any]) -> torch.Tensor:
     """Reference rotation of whole heads, [M, head_dim] float64, for outer coordinates [M, axes]; ``source(index)`` and
     ``tables(table, index)`` give element values."""
     strides = torch.tensor([a.source for a in rotation.axes], dtype=torch.int64)
@@ -75,9 +78,9 @@ def rotated(rotation: Rotation, outer: torch.Tensor, source: Callable, tables: C
     return inverse_rope(x.unsqueeze(1), cos, sin).squeeze(1)
 
 
-def table_values(engine: Numeric) -> Callable:
+def table_values(engine: Numeric) -> Callable[..., Any]:
     """Values of a table's elements as the rotation uses them."""
-    def values(table: object, index: torch.Tensor) -> torch.Tensor:
+    def values(table: Any, index: torch.Tensor) -> torch.Tensor:
         value = engine.values(table.node, index)
         if table.part == "re":
             value = value.real
@@ -87,23 +90,26 @@ def table_values(engine: Numeric) -> Callable:
     return values
 
 
-def random_table(seed: int, is_complex: bool) -> Callable:
+def random_table(seed: int, is_complex: bool) -> Callable[..., Any]:
     re, im = random_leaf(seed), random_leaf(seed + 1)
     return (lambda index: torch.complex(re(index), im(index))) if is_complex else re
 
 
 def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, follower: Follower,
-                           constants: Callable | None) -> Quantisation | Refused:
+                           constants: Callable[..., Any] | None) -> Quantisation | Refused:
     """Prove what the node of ``rotation`` holds to be the block quantisation of the rotation, and find its form."""
     node = rotation.node
     for cast in path.casts:
-        kinds = {dtype_of(cast), dtype_of(cast.args[0])} & set(FP8)
+        kinds = {dtype_of(cast), dtype_of(args_of(cast)[0])} & set(FP8)
         if kinds - {torch.float8_e4m3fn}:
             return Refused("fp8_quant", f"the codes are {next(iter(kinds))}, expected torch.float8_e4m3fn", cast)
     if not path.scales:
         return Refused("fp8_quant", "the values are converted to 8 bits without a block scale", node)
     is_codes = dtype_of(node) in FP8
     forms = [(rule, block) for rule in ("ue8m0", "fp32") for block in BLOCKS if rotation.head_dim % block == 0]
+    if not forms:
+        return Refused("fp8_quant", f"heads of {rotation.head_dim} channels are no whole number of blocks of "
+                       f"{' or '.join(map(str, sorted(BLOCKS)))}", node)
     floors = _floor_candidates([use.scale for use in path.scales])
     for magnitude in MAGNITUDES:
         try:
@@ -124,7 +130,7 @@ def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, fo
 
 
 def agrees_everywhere(rotation: Rotation, quantisation: Quantisation | None, sizes: Sizes,
-                      constants: Callable | None) -> bool:
+                      constants: Callable[..., Any] | None) -> bool:
     """Compare many more elements than the proof: all heads of the first token, and the first head of all tokens. False
     when they differ, or when there are too many to look at."""
     fixed = [a for a in rotation.axes if not a.is_token]
@@ -158,7 +164,7 @@ def _uneven(magnitude: float, chunk: int) -> Leaf:
     return lambda index: value(index) * torch.exp2(size(index // chunk).round())
 
 
-def _values(rotation: Rotation, sizes: Sizes, constants: Callable | None, magnitude: float,
+def _values(rotation: Rotation, sizes: Sizes, constants: Callable[..., Any] | None, magnitude: float,
             outer: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotation and the node's elements, [M, head_dim] each, from random attention outputs of one magnitude."""
     leaves = {rotation.source: _uneven(magnitude, CHUNK * rotation.channel_stride)}
@@ -240,7 +246,8 @@ def _scale_tensor(rotation: Rotation, path: QuantPath, sizes: Sizes, follower: F
 def _floor_candidates(scales: list[fx.Node]) -> list[float]:
     """Constants of minimum-clamps behind the scales (applied to amax or to amax/448), and none at all."""
     found: list[float] = []
-    stack, seen = list(scales), set()
+    stack = list(scales)
+    seen: set[fx.Node] = set()
     while stack and len(seen) < 200:
         node = stack.pop()
         if node in seen or node.op != "call_function":
@@ -248,12 +255,12 @@ def _floor_candidates(scales: list[fx.Node]) -> list[float]:
         seen.add(node)
         if node.target in (aten.clamp_min.default, aten.clamp.default, aten.maximum.default):
             numbers = [a for a in (*node.args[1:2], node.kwargs.get("min")) if isinstance(a, (int, float))]
-            numbers += [_constant_of(a) for a in node.args[1:2] if isinstance(a, fx.Node)]
-            found.extend(float(n) for n in numbers if isinstance(n, (int, float)) and n > 0)
+            constants = [_constant_of(a) for a in args_of(node)[1:2] if isinstance(a, fx.Node)]
+            found.extend(float(n) for n in (*numbers, *constants) if isinstance(n, (int, float)) and n > 0)
         if node.target in (aten.abs.default,):
             continue
         stack.extend(node.all_input_nodes)
-    candidates = []
+    candidates: list[float] = []
     for value in sorted(set(found)):
         candidates.extend((value, value * E4M3_MAX))
     return [*candidates, 0.0] if candidates else [0.0]

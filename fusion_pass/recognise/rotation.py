@@ -12,8 +12,10 @@ interleaved pairs (2i, 2i+1), as all public DeepSeek-V4 implementations apply it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
@@ -24,6 +26,7 @@ from ..elements.symbolic import Atom, Complex, Poly, Symbolic, Value, describe
 from .refusal import Refused
 
 ROW = 2048
+TABLE_ADDRESS = "the table is not addressed by token and pair alone"
 
 
 @dataclass(frozen=True)
@@ -181,16 +184,31 @@ def _axes(node: fx.Node, source: fx.Node, dim: int | None, parts: list[tuple[int
     strides = row_major(sizes.shape(source))
     axes, step = [], here
     for size, stride in reversed(parts):
-        size_from = None
-        if symbolic:
+        size_from: tuple[fx.Node, int] | None = None
+        if dim is not None and symbolic:
             for at, (own, length) in enumerate(zip(strides, source.meta["val"].shape)):
                 if own == stride and sizes.shape(source)[at] == size and not isinstance(length, int):
                     size_from = (source, at)
             if size_from is None and len(parts) == 1:
                 size_from = (node, dim)
+            if size_from is None:
+                size_from = _input_of_size(node, dim, size, sizes)
         axes.append(OuterAxis(size, stride, step, 0, 0, size_from))
         step *= size
     return axes[::-1]
+
+
+def _input_of_size(node: fx.Node, dim: int, size: int, sizes: Sizes) -> tuple[fx.Node, int] | None:
+    """A graph input's dimension that is the part of ``size`` elements of a dimension joining several axes (batch and
+    tokens, say): the joint dimension divided by the other, fixed, axes."""
+    others = sizes.shape(node)[dim] // size
+    wanted = sympy.expand(node.meta["val"].shape[dim].node.expr / others)
+    for value in node.graph.find_nodes(op="placeholder"):
+        shape = value.meta["val"].shape if isinstance(value.meta.get("val"), torch.Tensor) else ()
+        for at, length in enumerate(shape):
+            if isinstance(length, torch.SymInt) and sympy.expand(length.node.expr - wanted) == 0:
+                return value, at
+    return None
 
 
 @dataclass
@@ -206,6 +224,43 @@ class _Sample:
 def recognise_rotation(found: Structure, sizes: Sizes, follower: Follower,
                        through: Through | None) -> Rotation | Refused:
     """Prove the changed channels of ``found`` to be the inverse rotation, and find its tables."""
+    rotation = _recognise(found, sizes, follower, through)
+    if isinstance(rotation, Refused) and rotation.node is found.node and TABLE_ADDRESS in rotation.reason:
+        finer = _split_at_periods(found, sizes, follower, through)
+        if finer is not None:
+            return _recognise(finer, sizes, follower, through)
+    return rotation
+
+
+def _split_at_periods(found: Structure, sizes: Sizes, follower: Follower, through: Through | None) -> Structure | None:
+    """Sequences that follow one another as one axis of tokens: where the tables start again, that is two axes."""
+    axes: list[OuterAxis] = []
+    for number, axis in enumerate(found.axes):
+        at = torch.tensor([0, *(d for d in range(1, axis.size) if axis.size % d == 0)])
+        if axis.size_from is not None or len(at) < 3:
+            axes.append(axis)
+            continue
+        outer = torch.zeros(len(at), len(found.axes), dtype=torch.int64)
+        outer[:, number] = at
+        lanes = found.here_index(outer, torch.tensor(found.rope_start))
+        engine = Symbolic(sizes, frozenset([found.source]))
+        index = torch.zeros(len(at), dtype=torch.int64)
+        for origin in follower.follow(found.node, lanes, through=through).origins:
+            for lane, value in zip(origin.lanes.tolist(), engine.values(origin.node, origin.index)):
+                terms = _split(value, found.source)
+                if not terms:
+                    return None
+                index[lane] = terms[min(terms)][0].index
+        follower.visits += engine.visits
+        again = at[1:][index[1:] == index[0]]
+        period = int(again[0]) if len(again) else axis.size
+        if 1 < period < axis.size:
+            axes.append(OuterAxis(axis.size // period, axis.source * period, axis.here * period, 0, 0))
+        axes.append(replace(axis, size=period) if period > 1 else axis)
+    return replace(found, axes=tuple(axes)) if len(axes) > len(found.axes) else None
+
+
+def _recognise(found: Structure, sizes: Sizes, follower: Follower, through: Through | None) -> Rotation | Refused:
     half = (found.head_dim - found.rope_start) // 2
     samples = _sample(found, sizes, follower, through, half)
     outer_at = torch.stack([s.outer for s in samples])
@@ -282,7 +337,7 @@ def _split(value: Value, source: fx.Node) -> dict[int, tuple[Atom, float]] | Non
 
 
 def _explain(found: Structure, sizes: Sizes, sample: _Sample, half: int, at: list[int],
-             even: dict | None, odd: dict | None) -> str:
+             even: dict[Any, Any] | None, odd: dict[Any, Any] | None) -> str:
     names = {found.source: "o"}
     channel = found.rope_start + 2 * sample.pair
     lane, value, want = (channel, sample.even, "+") if not _is_even_lane(even, at) else (channel + 1, sample.odd, "-")
@@ -302,7 +357,7 @@ def _explain(found: Structure, sizes: Sizes, sample: _Sample, half: int, at: lis
     return f"channel {lane}: found {text}, expected {expected}{hint}"
 
 
-def _is_even_lane(even: dict | None, at: list[int]) -> bool:
+def _is_even_lane(even: dict[Any, Any] | None, at: list[int]) -> bool:
     return even is not None and set(even) == set(at) and even[at[0]][1] == 1.0 and even[at[1]][1] == 1.0
 
 
@@ -320,7 +375,7 @@ def _fit(found: Structure, samples: list[_Sample], name: str, half: int) -> tupl
         index = first.index + sum(s * c for s, c in zip(strides, outer)) + i * pair
         if (atom.node, atom.part, atom.negated) != (first.node, first.part, first.negated) or atom.index != index:
             return (f"{name} of token {outer}, pair {i} is element {atom.index} of {atom.node.name}, expected element "
-                    f"{index} of {first.node.name}: the table is not addressed by token and pair alone")
+                    f"{index} of {first.node.name}: {TABLE_ADDRESS}")
     return Table(first.node, first.part, first.negated, first.index, pair), strides
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.fx as fx
 
+from ..fx_access import args_of
 from .anchors import Anchor
 from .chain_types import Chain
 
@@ -48,13 +50,13 @@ def transfer(chain: Chain, anchor: Anchor) -> Chain | None:
         return None
     pairs = [(known.operand, anchor.operand)]
     if chain.weight is not None:
-        pairs += [(a, b) for a, b in zip(known.node.args, anchor.node.args) if isinstance(a, fx.Node)]
+        pairs += [(a, b) for a, b in zip(args_of(known.node), args_of(anchor.node)) if isinstance(a, fx.Node)]
     if not _walk(pairs, leaves_of(chain), mapping):
         return None
     wanted = set(nodes_in(chain))
     if not wanted <= set(mapping):
         return None
-    moved = _substitute(chain, mapping)
+    moved: Chain = _substitute(chain, mapping)
     moved.anchors = [anchor]
     return moved
 
@@ -92,7 +94,7 @@ def _same_size(m: int | torch.SymInt, n: int | torch.SymInt) -> bool:
         return m == n
     if isinstance(m, int) or isinstance(n, int):
         return False
-    return m.node.expr == n.node.expr
+    return bool(m.node.expr == n.node.expr)
 
 
 def _same_arguments(x: object, y: object, stack: list[tuple[fx.Node, fx.Node]]) -> bool:
@@ -128,7 +130,7 @@ def nodes_in(value: object) -> Iterator[fx.Node]:
                 yield from nodes_in(getattr(value, item.name))
 
 
-def _substitute(value: object, mapping: dict[fx.Node, fx.Node]) -> object:
+def _substitute(value: Any, mapping: dict[fx.Node, fx.Node]) -> Any:
     """A copy of a tree of dataclasses, tuples and sets with its nodes replaced (nodes without a counterpart only
     occur where they do not matter and are dropped or kept)."""
     if isinstance(value, fx.Node):

@@ -13,7 +13,10 @@ from torch import fx
 from torch._higher_order_ops import auto_functionalize as af
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from ..fx_access import args_of, kwargs_of, target_of
 from ..patterns.opaque import NotExpanded
+
+Expand = Callable[..., tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Call:
     operands: list[fx.Node]
     readers: list[tuple[fx.Node, int]]
 
-    def evaluate(self, expand: Callable[..., tuple], value_of: Callable[[fx.Node], Any]) -> tuple:
+    def evaluate(self, expand: Callable[..., tuple[Any, ...]], value_of: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
         """What the call computes, by ``expand``, with ``value_of`` the operands: results, then changed arguments (or,
         for version 2, their whole buffers)."""
         if self.node.target is af.auto_functionalized_v2:
@@ -36,13 +39,13 @@ class Call:
         results = tuple(_invoke(expand, self.schema, arguments))
         return self._padding() + results
 
-    def _padding(self) -> tuple:
+    def _padding(self) -> tuple[Any, ...]:
         # A functionalised op without results has None in their place.
         hop = self.node.target is af.auto_functionalized or self.node.target is af.auto_functionalized_v2
         return (None,) if hop and not self.schema.returns else ()
 
-    def _evaluate_v2(self, expand: Callable[..., tuple], value_of: Callable[[fx.Node], Any]) -> tuple:
-        given = dict(fx.node.map_arg(self.node.kwargs, value_of))
+    def _evaluate_v2(self, expand: Expand, value_of: Callable[[fx.Node], Any]) -> tuple[Any, ...]:
+        given: dict[str, Any] = dict(fx.node.map_arg(kwargs_of(self.node), value_of))
         bases = list(given.pop("_all_bases", ()))
         names, types = af.get_mutable_args_from_schema(self.schema)
         infos = af.read_view_information_from_args(names, types, given, bases)
@@ -69,10 +72,10 @@ class Call:
 def read_call(node: fx.Node) -> Call:
     """Raises NotExpanded for a form that is not functional."""
     if node.target is af.auto_functionalized or node.target is af.auto_functionalized_v2:
-        schema = node.args[0]._schema
+        schema = args_of(node)[0]._schema
         arguments = [node.kwargs.get(a.name, a.default_value) for a in schema.arguments]
         return Call(node, schema, arguments, node.all_input_nodes, _getitems(node))
-    schema = node.target._schema
+    schema = target_of(node)._schema
     if schema.is_mutable:
         raise NotExpanded("it changes its arguments in place: functionalise the graph first")
     names = [a.name for a in schema.arguments]
@@ -87,11 +90,11 @@ def _getitems(node: fx.Node) -> list[tuple[fx.Node, int]]:
     for user in node.users:
         if user.target is not operator.getitem:
             raise NotExpanded(f"its results are read by {user.name} as a whole")
-        readers.append((user, user.args[1]))
+        readers.append((user, int(args_of(user)[1])))
     return readers
 
 
-def _invoke(expand: Callable[..., tuple], schema: torch._C.FunctionSchema, arguments: list[Any]) -> tuple:
+def _invoke(expand: Expand, schema: torch._C.FunctionSchema, arguments: list[Any]) -> tuple[Any, ...]:
     """Arguments without a default by position, the others by name."""
     positional = [v for a, v in zip(schema.arguments, arguments) if not a.has_default_value()]
     named = {a.name: v for a, v in zip(schema.arguments, arguments) if a.has_default_value()}
@@ -108,7 +111,7 @@ class _Place:
     """Where an argument that is changed in place lies in its buffer: the whole, a slice, or the whole reshaped."""
 
     kind: str
-    detail: tuple
+    detail: tuple[Any, ...]
 
     @staticmethod
     def of(info: Any, base: torch.Tensor) -> _Place:
@@ -131,7 +134,8 @@ class _Place:
     def read(self, base: torch.Tensor) -> torch.Tensor:
         if self.kind == "slice":
             dim, start, end = self.detail
-            return torch.ops.aten.slice.Tensor(base, dim, start, end)
+            part: torch.Tensor = torch.ops.aten.slice.Tensor(base, dim, start, end)
+            return part
         if self.kind == "permuted":
             return base.permute(self.detail)
         return base.reshape(self.detail) if self.kind == "reshaped" else base

@@ -135,7 +135,7 @@ def _launch(
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     jobs = tokens * math.ceil(heads / TILE) * splits
     total = batches * queries
-    rope = epilogue.cos is not None
+    rope, cos = epilogue.cos is not None, epilogue.cos if epilogue.cos is not None else epilogue.out
     packed = epilogue.packed
     out = epilogue.out
     scales = epilogue.scales
@@ -176,13 +176,13 @@ def _launch(
         q.stride(0) // 8,
         q.stride(1) // 8,
         q.stride(2) // 8,
-        epilogue.cos.shape[0] if rope else 1,
+        cos.shape[0] if rope else 1,
         total,
         scales.shape[-1] // (4 if packed else 1) if scales is not None else 0,
         int(tuning_data.release_early(tokens * heads, splits)),
         HEADS=heads,
         PER_GROUP=heads // epilogue.groups,
-        HALF=epilogue.cos.shape[1] if rope else 32,
+        HALF=cos.shape[1] if rope else 32,
         FORM=1 if lists is None else 0,
         POOLS=1 if extra_kv is None else 2,
         HAS_LENGTH0=lists is not None and lists.length is not None,
@@ -198,7 +198,7 @@ def _launch(
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
         PACKED=packed,
         BATCHED=batches > 1,
-        ROPE_SHARED=rope and epilogue.cos.shape[0] != total,
+        ROPE_SHARED=rope and cos.shape[0] != total,
         num_warps=4,
         **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
     )

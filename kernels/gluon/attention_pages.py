@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """The producer of the Hopper attention that decodes rows of a paged FP8 cache (layout: reference/paged.py).
 
 The rows of the next tile are prefetched into L2; plain loads take 64 codes of every row into registers while the 64

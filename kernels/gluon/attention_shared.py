@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
 """Shared memory and barriers of the Hopper attention."""
 
 from triton.experimental import gluon

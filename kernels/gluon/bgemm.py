@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
 """Launcher of the Hopper FP8 grouped GEMM."""
 
 import math

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Building blocks that the Hopper kernels share: tile layouts, PTX one-liners, and what a job of the attention is.
 
 Gluon is ``triton.experimental``: this package is imported only behind a gate that has checked the Triton version.

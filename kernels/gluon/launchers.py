@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Registers the Hopper kernels with the ops, ahead of the portable ones. Imported at the first call on a GPU.
 
 Each ``_refuses_*`` and ``_launch_*`` takes the arguments of its op, completed and validated (launches after ``outs``).
@@ -52,6 +53,7 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
         merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, merging.decide(partials, None))
         return
     cos, sin = epilogue.cos, epilogue.sin
+    assert cos is not None and sin is not None
     if cos.shape[0] != tokens:  # several sequences share one table
         cos, sin = (table.repeat(tokens // table.shape[0], 1) for table in (cos, sin))
     quant = quant_mode(epilogue.scale_rule, epilogue.packed) if epilogue.kind == "quant" else 0

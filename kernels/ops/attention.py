@@ -22,7 +22,16 @@ MODES = ("batch_invariant",)
 QUANT_ARGUMENTS = 'int block=128, str scale_rule="fp32", float floor=1e-12, bool pack_scales=False'
 
 
-def _check(op, q, kv, mask, sink, scale, window, **more) -> None:
+def _check(
+    op: str,
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    window: int,
+    **more: Tensor | None,
+) -> None:
     checks.check_same_device(op, q, kv=kv, mask=mask, sink=sink, **more)
     checks.check_dtype(op, "q", q, checks.ACTIVATIONS)
     checks.check_same_dtype(op, "kv", kv, q)
@@ -37,32 +46,71 @@ def _check(op, q, kv, mask, sink, scale, window, **more) -> None:
     checks.check_window(op, window)
 
 
-def _check_rope(op, q, cos, sin, groups) -> None:
+def _check_rope(op: str, q: Tensor, cos: Tensor, sin: Tensor, groups: int) -> None:
     batch, queries, heads, dim = q.shape
     checks.check_batch_rope(op, cos, sin, batch, queries)
     checks.check_groups(op, heads, dim, groups, cos)
 
 
-def check_attention(q, kv, mask, sink, scale, causal, window) -> None:
+def check_attention(
+    q: Tensor, kv: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float, causal: bool, window: int
+) -> None:
     _check("attention", q, kv, mask, sink, scale, window)
 
 
-def empty_attention(q, kv, mask, sink, scale, causal, window) -> tuple[Tensor]:
+def empty_attention(
+    q: Tensor, kv: Tensor, mask: Tensor | None, sink: Tensor | None, scale: float, causal: bool, window: int
+) -> tuple[Tensor]:
     return (q.new_empty(q.shape),)
 
 
-def check_attention_rope(q, kv, mask, sink, cos, sin, scale, groups, causal, window) -> None:
+def check_attention_rope(
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    causal: bool,
+    window: int,
+) -> None:
     _check("attention_rope", q, kv, mask, sink, scale, window, cos=cos, sin=sin)
     _check_rope("attention_rope", q, cos, sin, groups)
 
 
-def empty_attention_rope(q, kv, mask, sink, cos, sin, scale, groups, causal, window) -> tuple[Tensor]:
+def empty_attention_rope(
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor]:
     batch, queries, heads, dim = q.shape
-    return layout.grouped(q, batch * queries, heads, dim, groups)
+    return layout.grouped(q, (batch * queries, heads, dim), groups)
 
 
 def check_attention_rope_quant(
-    q, kv, mask, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, causal, window
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    block: int,
+    scale_rule: str,
+    floor: float,
+    pack_scales: bool,
+    causal: bool,
+    window: int,
 ) -> None:
     op = "attention_rope_quant"
     _check(op, q, kv, mask, sink, scale, window, cos=cos, sin=sin)
@@ -72,7 +120,20 @@ def check_attention_rope_quant(
 
 
 def empty_attention_rope_quant(
-    q, kv, mask, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, causal, window
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    block: int,
+    scale_rule: str,
+    floor: float,
+    pack_scales: bool,
+    causal: bool,
+    window: int,
 ) -> tuple[Tensor, Tensor]:
     batch, queries, heads, dim = q.shape
     return layout.quantised(q, batch * queries, heads // groups * dim, groups, block, pack_scales)

@@ -19,7 +19,15 @@ OP = "fp8_bgemm"
 WEIGHT_SCALES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
 
 
-def check_bgemm(codes, scales, weight, weight_scales, block, weight_block, out_dtype) -> None:
+def check_bgemm(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    block: int,
+    weight_block: int,
+    out_dtype: torch.dtype,
+) -> None:
     checks.check_same_device(OP, codes, scales=scales, weight=weight, weight_scales=weight_scales)
     checks.check_dtype(OP, "codes", codes, (checks.E4M3,), "Quantise with fusion_pass::inverse_rope_quant.")
     checks.check_dtype(OP, "scales", scales, (torch.float32, torch.int32))
@@ -51,7 +59,15 @@ def check_bgemm(codes, scales, weight, weight_scales, block, weight_block, out_d
     )
 
 
-def empty_bgemm(codes, scales, weight, weight_scales, block, weight_block, out_dtype) -> tuple[Tensor]:
+def empty_bgemm(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    block: int,
+    weight_block: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor]:
     groups, tokens, _ = codes.shape
     return (codes.new_empty((tokens, groups, weight.shape[1]), dtype=out_dtype),)
 
@@ -60,7 +76,9 @@ register(
     OpSpec(
         OP,
         "Tensor codes, Tensor scales, Tensor weight, Tensor weight_scales, int block=128, int weight_block=128, "
-        "ScalarType out_dtype=bfloat16",
+        # None = bfloat16. Not as the schema's default: when a program is packaged torch writes that down as a number,
+        # which AOTInductor's loader refuses.
+        "ScalarType? out_dtype=None",
         ("out",),
         check_bgemm,
         empty_bgemm,

@@ -7,6 +7,7 @@ or fail for data-dependent sizes), so symbolic sizes are left to the call on rea
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ SCALE_RULES = ("fp32", "ue8m0")
 MIN_FLOOR = 448.0 * 2.0**-126
 
 
-def known(size) -> bool:
+def known(size: object) -> bool:
     """Whether ``size`` is a plain number rather than a symbol."""
     return isinstance(size, int)
 
@@ -41,7 +42,7 @@ def check_float(op: str, name: str, tensor: Tensor) -> None:
     check_dtype(op, name, tensor, ACTIVATIONS, "Convert it to a floating dtype.")
 
 
-def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence, meaning: str, hint: str = "") -> None:
+def check_shape(op: str, name: str, tensor: Tensor, shape: Sequence[Any], meaning: str, hint: str = "") -> None:
     """``shape`` holds sizes, a tuple of admissible sizes, or None for any; ``meaning`` spells it, e.g. "[T, H, D]"."""
     got = list(tensor.shape)
     good = len(got) == len(shape)
@@ -75,7 +76,7 @@ def check_window(op: str, window: int) -> None:
         fail(op, "window >= 0 (0 = no window)", str(window))
 
 
-def check_groups(op: str, heads, dim, groups: int, rope: Tensor) -> None:
+def check_groups(op: str, heads: int, dim: int, groups: int, rope: Tensor) -> None:
     """Head grouping and the rope table's width against head count and head_dim."""
     if groups < 1:
         fail(op, "groups >= 1", str(groups))
@@ -86,7 +87,7 @@ def check_groups(op: str, heads, dim, groups: int, rope: Tensor) -> None:
         fail(op, f"rope tables of at most {dim // 2} columns (head_dim / 2)", str(half))
 
 
-def check_quant(op: str, dim, block: int, scale_rule: str, floor: float, pack_scales: bool, k) -> None:
+def check_quant(op: str, dim: int, block: int, scale_rule: str, floor: float, pack_scales: bool, k: int) -> None:
     """Quantisation parameters; blocks must not straddle heads (``dim`` % ``block``), as every kernel relies on it."""
     if scale_rule not in SCALE_RULES:
         fail(op, f"scale_rule to be one of {SCALE_RULES}", repr(scale_rule))
@@ -100,7 +101,7 @@ def check_quant(op: str, dim, block: int, scale_rule: str, floor: float, pack_sc
         fail(op, f"K divisible by 4 * block = {4 * block} with pack_scales=True", str(k))
 
 
-def check_token_rope(op: str, cos: Tensor, sin: Tensor, tokens) -> None:
+def check_token_rope(op: str, cos: Tensor, sin: Tensor, tokens: int) -> None:
     """Tables of the token ops: [T, half]."""
     hint = "Give the rows of each token's own position."
     for name, table in (("cos", cos), ("sin", sin)):
@@ -109,7 +110,7 @@ def check_token_rope(op: str, cos: Tensor, sin: Tensor, tokens) -> None:
     check_shape(op, "sin", sin, tuple(cos.shape), "shape of cos")
 
 
-def check_batch_rope(op: str, cos: Tensor, sin: Tensor, batch, queries) -> None:
+def check_batch_rope(op: str, cos: Tensor, sin: Tensor, batch: int, queries: int) -> None:
     """Tables of the dense ops: [B or 1, S, half]."""
     hint = "Give the rows of each query's own position, batch size 1 if all sequences share them."
     for name, table in (("cos", cos), ("sin", sin)):
@@ -118,7 +119,7 @@ def check_batch_rope(op: str, cos: Tensor, sin: Tensor, batch, queries) -> None:
     check_shape(op, "sin", sin, tuple(cos.shape), "shape of cos")
 
 
-def check_sink(op: str, sink: Tensor | None, heads) -> None:
+def check_sink(op: str, sink: Tensor | None, heads: int) -> None:
     if sink is not None:
         check_float(op, "sink", sink)
         check_shape(op, "sink", sink, (heads,), "[H]", "One logit per head.")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,24 +133,31 @@ def attention_into(
     extra_kv: Tensor | None = None,
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
-    """Gathered attention (operands as in ``attention_gathered``) into the outputs of :func:`create_outputs`.
+    """Gathered attention (operands and mode as in ``attention_gathered``) into the outputs of :func:`create_outputs`.
 
     fused False: the plain result, not rotated, into ``output``. True: rotated and quantised into ``codes`` and
     ``scales``, padding columns zero. Raises ValueError when the flag, the buffers and ``scale_columns`` disagree.
     """
     _check_form(q, output, codes, scales, groups, scale_columns, fused)
-    pools = {"lengths": lengths, "extra_kv": extra_kv, "extra_indices": extra_indices, "extra_lengths": extra_lengths}
+    more: dict[str, Tensor | bool | None] = {
+        "lengths": lengths,
+        "extra_kv": extra_kv,
+        "extra_indices": extra_indices,
+        "extra_lengths": extra_lengths,
+        "batch_invariant": batch_invariant,
+    }
     if codes is None or scales is None:
-        ops.attention_gathered.out(q, kv, indices, sink, scale, **pools, out=output)
+        ops.attention_gathered.out(q, kv, indices, sink, scale, **more, out=output)
         return
     arguments = (q, kv, indices, sink, cos, sin, scale, groups, block, scale_rule, floor, scales.dtype == torch.int32)
     columns = (q.shape[0] + 3) // 4 * 4
     if scale_columns == columns:
-        ops.attention_gathered_rope_quant.out(*arguments, **pools, codes=codes, scales=scales)
+        ops.attention_gathered_rope_quant.out(*arguments, **more, codes=codes, scales=scales)
         return
     part = scales.new_empty((scales.shape[0], scales.shape[1], columns))
-    ops.attention_gathered_rope_quant.out(*arguments, **pools, codes=codes, scales=part)
+    ops.attention_gathered_rope_quant.out(*arguments, **more, codes=codes, scales=part)
     scales[..., :columns] = part
     scales[..., columns:] = 0
 
@@ -165,6 +173,7 @@ def project_outputs(
     weight_block: int = 128,
     scale_rule: str = "fp32",
     floor: float = 1e-12,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """[T, G, R] of either form of outputs, in the dtype of the attention.
 
@@ -185,7 +194,9 @@ def project_outputs(
     else:
         grouped = ops.inverse_rope(output, cos, sin, groups)
         return torch.bmm(grouped, weight.transpose(1, 2)).transpose(0, 1).contiguous()
-    return ops.fp8_bgemm(codes, scales, weight, weight_scales, block, weight_block, output.dtype)
+    arguments = (codes, scales, weight, weight_scales, block, weight_block, output.dtype)
+    product: Tensor = ops.fp8_bgemm(*arguments, batch_invariant=batch_invariant)
+    return product
 
 
 def _fake_into(*args: object, **kwargs: object) -> None:
@@ -204,7 +215,7 @@ def _fake_into(*args: object, **kwargs: object) -> None:
         "scale_columns",
         "fused",
     )
-    given = dict(zip(names, args)) | kwargs
+    given: dict[str, Any] = dict(zip(names, args)) | kwargs
     _check_form(*(given[n] for n in ("q", "output", "codes", "scales", "groups", "scale_columns", "fused")))
 
 
@@ -230,14 +241,16 @@ def _register() -> None:
             "(Tensor q, Tensor kv, Tensor indices, Tensor? sink, Tensor cos, Tensor sin, "
             "Tensor(a!) output, Tensor(b!)? codes, Tensor(c!)? scales, float scale, int groups, SymInt scale_columns, "
             "bool fused, int block=128, str scale_rule='fp32', float floor=1e-12, Tensor? lengths=None, "
-            "Tensor? extra_kv=None, Tensor? extra_indices=None, Tensor? extra_lengths=None) -> ()",
+            "Tensor? extra_kv=None, Tensor? extra_indices=None, Tensor? extra_lengths=None, "
+            "bool batch_invariant=False) -> ()",
             attention_into,
             _fake_into,
         ),
         (
             "project_outputs",
             "(Tensor[] outputs, Tensor cos, Tensor sin, Tensor weight, Tensor? weight_scales, "
-            "int groups, int block=128, int weight_block=128, str scale_rule='fp32', float floor=1e-12) -> Tensor",
+            "int groups, int block=128, int weight_block=128, str scale_rule='fp32', float floor=1e-12, "
+            "bool batch_invariant=False) -> Tensor",
             project_outputs,
             _fake_project,
         ),

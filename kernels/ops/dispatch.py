@@ -10,6 +10,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,11 +64,11 @@ def load_providers() -> list[str]:
     return _load_errors
 
 
-def first_tensor(args: tuple) -> Tensor:
+def first_tensor(args: tuple[Any, ...]) -> Tensor:
     return next(a for a in args if isinstance(a, Tensor))
 
 
-def explain(op: str, args: tuple) -> tuple[Launcher | None, list[str]]:
+def explain(op: str, args: tuple[Any, ...]) -> tuple[Launcher | None, list[str]]:
     """The launcher that would run ``op`` on ``args`` (None = reference), and why each earlier one refuses."""
     device = first_tensor(args).device
     if device.type != "cuda":
@@ -83,14 +84,14 @@ def explain(op: str, args: tuple) -> tuple[Launcher | None, list[str]]:
     return None, reasons or [f"no kernel is registered for {op}"]
 
 
-def select(op: str, args: tuple) -> Launcher | None:
+def select(op: str, args: tuple[Any, ...]) -> Launcher | None:
     """The launcher for this call, or None for the reference."""
     if first_tensor(args).device.type != "cuda":
         return None
     return explain(op, args)[0]
 
 
-def launch(launcher: Launcher, outs: tuple[Tensor, ...], args: tuple) -> None:
+def launch(launcher: Launcher, outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
     """Run ``launcher`` with the outputs' device current (Triton launches on the current device)."""
     device = outs[0].device
     if device.type != "cuda" or device.index == torch.cuda.current_device():

@@ -7,6 +7,9 @@ count), and a second pool with its own indices and lengths under the same softma
 zeros. cos and sin [T, rope_dim / 2].
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +23,7 @@ MODES = ("batch_invariant", "check_inputs")
 _POOLS = "Tensor? lengths=None, Tensor? extra_kv=None, Tensor? extra_indices=None, Tensor? extra_lengths=None"
 
 
-def _check_pool(op, prefix, q, kv, indices, lengths) -> None:
+def _check_pool(op: str, prefix: str, q: Tensor, kv: Tensor, indices: Tensor, lengths: Tensor | None) -> None:
     tokens, _, dim = q.shape
     checks.check_same_dtype(op, f"{prefix}kv", kv, q)
     checks.check_shape(op, f"{prefix}kv", kv, (None, dim), "[N, D]", "Flatten a paged cache to rows.")
@@ -31,7 +34,19 @@ def _check_pool(op, prefix, q, kv, indices, lengths) -> None:
         checks.check_shape(op, f"{prefix}lengths", lengths, (tokens,), "[T]")
 
 
-def _check(op, q, kv, indices, sink, scale, lengths, extra_kv, extra_indices, extra_lengths, **more) -> None:
+def _check(
+    op: str,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    lengths: Tensor | None,
+    extra_kv: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lengths: Tensor | None,
+    **more: Tensor | None,
+) -> None:
     checks.check_same_device(
         op,
         q,
@@ -50,36 +65,68 @@ def _check(op, q, kv, indices, sink, scale, lengths, extra_kv, extra_indices, ex
     if (extra_kv is None) != (extra_indices is None) or (extra_lengths is not None and extra_kv is None):
         given = [n for n, t in (("extra_kv", extra_kv), ("extra_indices", extra_indices)) if t is not None]
         checks.fail(op, "extra_kv and extra_indices together", ", ".join(given) or "only extra_lengths")
-    if extra_kv is not None:
+    if extra_kv is not None and extra_indices is not None:
         _check_pool(op, "extra_", q, extra_kv, extra_indices, extra_lengths)
     checks.check_sink(op, sink, q.shape[1])
     checks.check_scale(op, scale)
 
 
-def _check_rope(op, q, cos, sin, groups) -> None:
+def _check_rope(op: str, q: Tensor, cos: Tensor, sin: Tensor, groups: int) -> None:
     checks.check_token_rope(op, cos, sin, q.shape[0])
     checks.check_groups(op, q.shape[1], q.shape[2], groups, cos)
 
 
-def check_gathered(q, kv, indices, sink, scale, *pools) -> None:
+def check_gathered(q: Tensor, kv: Tensor, indices: Tensor, sink: Tensor | None, scale: float, *pools: Any) -> None:
     _check("attention_gathered", q, kv, indices, sink, scale, *pools)
 
 
-def empty_gathered(q, *rest) -> tuple[Tensor]:
+def empty_gathered(q: Tensor, *rest: Any) -> tuple[Tensor]:
     return (q.new_empty(q.shape),)
 
 
-def check_gathered_rope(q, kv, indices, sink, cos, sin, scale, groups, *pools) -> None:
+def check_gathered_rope(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    *pools: Any,
+) -> None:
     _check("attention_gathered_rope", q, kv, indices, sink, scale, *pools, cos=cos, sin=sin)
     _check_rope("attention_gathered_rope", q, cos, sin, groups)
 
 
-def empty_gathered_rope(q, kv, indices, sink, cos, sin, scale, groups, *pools) -> tuple[Tensor]:
-    return layout.grouped(q, *q.shape, groups)
+def empty_gathered_rope(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    *pools: Any,
+) -> tuple[Tensor]:
+    return layout.grouped(q, q.shape, groups)
 
 
 def check_gathered_rope_quant(
-    q, kv, indices, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, *pools
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    block: int,
+    scale_rule: str,
+    floor: float,
+    pack_scales: bool,
+    *pools: Any,
 ) -> None:
     op = "attention_gathered_rope_quant"
     _check(op, q, kv, indices, sink, scale, *pools, cos=cos, sin=sin)
@@ -89,19 +136,33 @@ def check_gathered_rope_quant(
 
 
 def empty_gathered_rope_quant(
-    q, kv, indices, sink, cos, sin, scale, groups, block, scale_rule, floor, pack_scales, *pools
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    block: int,
+    scale_rule: str,
+    floor: float,
+    pack_scales: bool,
+    *pools: Any,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = q.shape
     return layout.quantised(q, tokens, heads // groups * dim, groups, block, pack_scales)
 
 
-def check_partials(q, kv, indices, scale, num_splits, *pools) -> None:
+def check_partials(q: Tensor, kv: Tensor, indices: Tensor, scale: float, num_splits: int, *pools: Any) -> None:
     _check("attention_partials", q, kv, indices, None, scale, *pools)
     if num_splits < 1:
         checks.fail("attention_partials", "num_splits >= 1", str(num_splits))
 
 
-def empty_partials(q, kv, indices, scale, num_splits, *pools) -> tuple[Tensor, Tensor]:
+def empty_partials(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, num_splits: int, *pools: Any
+) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return (
@@ -110,10 +171,10 @@ def empty_partials(q, kv, indices, scale, num_splits, *pools) -> tuple[Tensor, T
     )
 
 
-def _values(op: str):
+def _values(op: str) -> Callable[..., None]:
     """``check_values`` of ``op``: kv and indices are its second and third argument, the pools its last four."""
 
-    def check(*args) -> None:
+    def check(*args: Any) -> None:
         values.gathered(op, args[1], args[2], *args[-4:])
 
     return check

@@ -27,7 +27,17 @@ KV_SPLITS = (1, 2, 4, 8, 16)
 _TENSORS = "Tensor partials, Tensor lse_or_max, Tensor? sum, Tensor? sink"
 
 
-def _check(op, partials, lse_or_max, sum, sink, stat_scale, kv_split, out_dtype, **more) -> None:
+def _check(
+    op: str,
+    partials: Tensor,
+    lse_or_max: Tensor,
+    sum: Tensor | None,
+    sink: Tensor | None,
+    stat_scale: float,
+    kv_split: int | None,
+    out_dtype: torch.dtype | None,
+    **more: Tensor | None,
+) -> None:
     checks.check_same_device(op, partials, lse_or_max=lse_or_max, sum=sum, sink=sink, **more)
     checks.check_dtype(op, "partials", partials, checks.ACTIVATIONS)
     checks.check_shape(op, "partials", partials, (None, None, None, None), "[P, T, H, D]")
@@ -52,37 +62,85 @@ def _check(op, partials, lse_or_max, sum, sink, stat_scale, kv_split, out_dtype,
         )
 
 
-def _check_rope(op, partials, cos, sin, groups) -> None:
+def _check_rope(op: str, partials: Tensor, cos: Tensor, sin: Tensor, groups: int) -> None:
     checks.check_token_rope(op, cos, sin, partials.shape[1])
     checks.check_groups(op, partials.shape[2], partials.shape[3], groups, cos)
 
 
-def check_merge(partials, lse_or_max, sum, sink, stat_scale, kv_split, return_stats, out_dtype) -> None:
+def check_merge(
+    partials: Tensor,
+    lse_or_max: Tensor,
+    sum: Tensor | None,
+    sink: Tensor | None,
+    stat_scale: float,
+    kv_split: int | None,
+    return_stats: bool,
+    out_dtype: torch.dtype | None,
+) -> None:
     _check("merge_partials", partials, lse_or_max, sum, sink, stat_scale, kv_split, out_dtype)
 
 
 def empty_merge(
-    partials, lse_or_max, sum, sink, stat_scale, kv_split, return_stats, out_dtype
+    partials: Tensor,
+    lse_or_max: Tensor,
+    sum: Tensor | None,
+    sink: Tensor | None,
+    stat_scale: float,
+    kv_split: int | None,
+    return_stats: bool,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     _, tokens, heads, dim = partials.shape
     out = partials.new_empty((tokens, heads, dim), dtype=out_dtype or partials.dtype)
     return out, lse_or_max.new_empty((tokens, heads, 2) if return_stats else (0,))
 
 
-def check_merge_rope(partials, lse_or_max, sum, sink, cos, sin, groups, stat_scale, kv_split, out_dtype) -> None:
+def check_merge_rope(
+    partials: Tensor,
+    lse_or_max: Tensor,
+    sum: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    stat_scale: float,
+    kv_split: int | None,
+    out_dtype: torch.dtype | None,
+) -> None:
     op = "merge_partials_rope"
     _check(op, partials, lse_or_max, sum, sink, stat_scale, kv_split, out_dtype, cos=cos, sin=sin)
     _check_rope(op, partials, cos, sin, groups)
 
 
 def empty_merge_rope(
-    partials, lse_or_max, sum, sink, cos, sin, groups, stat_scale, kv_split, out_dtype
+    partials: Tensor,
+    lse_or_max: Tensor,
+    sum: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    stat_scale: float,
+    kv_split: int | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor]:
-    return layout.grouped(partials, *partials.shape[1:], groups, dtype=out_dtype)
+    return layout.grouped(partials, partials.shape[1:], groups, dtype=out_dtype)
 
 
 def check_merge_rope_quant(
-    partials, lse_or_max, sum, sink, cos, sin, groups, block, scale_rule, floor, pack_scales, stat_scale, kv_split
+    partials: Tensor,
+    lse_or_max: Tensor,
+    sum: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    block: int,
+    scale_rule: str,
+    floor: float,
+    pack_scales: bool,
+    stat_scale: float,
+    kv_split: int | None,
 ) -> None:
     op = "merge_partials_rope_quant"
     _check(op, partials, lse_or_max, sum, sink, stat_scale, kv_split, None, cos=cos, sin=sin)
@@ -92,7 +150,19 @@ def check_merge_rope_quant(
 
 
 def empty_merge_rope_quant(
-    partials, lse_or_max, sum, sink, cos, sin, groups, block, scale_rule, floor, pack_scales, stat_scale, kv_split
+    partials: Tensor,
+    lse_or_max: Tensor,
+    sum: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    groups: int,
+    block: int,
+    scale_rule: str,
+    floor: float,
+    pack_scales: bool,
+    stat_scale: float,
+    kv_split: int | None,
 ) -> tuple[Tensor, Tensor]:
     _, tokens, heads, dim = partials.shape
     return layout.quantised(partials, tokens, heads // groups * dim, groups, block, pack_scales)

@@ -7,6 +7,9 @@ past the cache = masked), lengths [T], and a second cache with its own page size
 as in :mod:`.gathered`.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,7 +28,9 @@ _POOLS = (
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
-def _check_pool(op, prefix, q, pages, indices, lengths, page_size) -> None:
+def _check_pool(
+    op: str, prefix: str, q: Tensor, pages: Tensor, indices: Tensor, lengths: Tensor | None, page_size: int
+) -> None:
     checks.check_dtype(op, f"{prefix}pages", pages, BYTES, "The cache is read as bytes.")
     if page_size < 1:
         checks.fail(op, f"{prefix}page_size >= 1", str(page_size))
@@ -43,7 +48,17 @@ def _check_pool(op, prefix, q, pages, indices, lengths, page_size) -> None:
         checks.check_shape(op, f"{prefix}lengths", lengths, (q.shape[0],), "[T]")
 
 
-def _check(op, q, pages, indices, sink, scale, page_size, pools, **more) -> None:
+def _check(
+    op: str,
+    q: Tensor,
+    pages: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    page_size: int,
+    pools: Sequence[Any],
+    **more: Tensor | None,
+) -> None:
     lengths, extra_pages, extra_indices, extra_lengths, extra_page_size = pools
     checks.check_same_device(
         op,
@@ -69,27 +84,63 @@ def _check(op, q, pages, indices, sink, scale, page_size, pools, **more) -> None
     checks.check_scale(op, scale)
 
 
-def check_paged(q, pages, indices, sink, scale, page_size, *pools) -> None:
+def check_paged(
+    q: Tensor, pages: Tensor, indices: Tensor, sink: Tensor | None, scale: float, page_size: int, *pools: Any
+) -> None:
     _check("attention_paged_fp8", q, pages, indices, sink, scale, page_size, pools)
 
 
-def empty_paged(q, *rest) -> tuple[Tensor]:
+def empty_paged(q: Tensor, *rest: Any) -> tuple[Tensor]:
     return (q.new_empty(q.shape),)
 
 
-def check_paged_rope(q, pages, indices, sink, cos, sin, scale, groups, page_size, *pools) -> None:
+def check_paged_rope(
+    q: Tensor,
+    pages: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    page_size: int,
+    *pools: Any,
+) -> None:
     op = "attention_paged_fp8_rope"
     _check(op, q, pages, indices, sink, scale, page_size, pools, cos=cos, sin=sin)
     checks.check_token_rope(op, cos, sin, q.shape[0])
     checks.check_groups(op, q.shape[1], q.shape[2], groups, cos)
 
 
-def empty_paged_rope(q, pages, indices, sink, cos, sin, scale, groups, *rest) -> tuple[Tensor]:
-    return layout.grouped(q, *q.shape, groups)
+def empty_paged_rope(
+    q: Tensor,
+    pages: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    *rest: Any,
+) -> tuple[Tensor]:
+    return layout.grouped(q, q.shape, groups)
 
 
 def check_paged_rope_quant(
-    q, pages, indices, sink, cos, sin, scale, groups, page_size, block, scale_rule, floor, pack_scales, *pools
+    q: Tensor,
+    pages: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    page_size: int,
+    block: int,
+    scale_rule: str,
+    floor: float,
+    pack_scales: bool,
+    *pools: Any,
 ) -> None:
     op = "attention_paged_fp8_rope_quant"
     _check(op, q, pages, indices, sink, scale, page_size, pools, cos=cos, sin=sin)
@@ -100,16 +151,29 @@ def check_paged_rope_quant(
 
 
 def empty_paged_rope_quant(
-    q, pages, indices, sink, cos, sin, scale, groups, page_size, block, scale_rule, floor, pack_scales, *pools
+    q: Tensor,
+    pages: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    page_size: int,
+    block: int,
+    scale_rule: str,
+    floor: float,
+    pack_scales: bool,
+    *pools: Any,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = q.shape
     return layout.quantised(q, tokens, heads // groups * dim, groups, block, pack_scales)
 
 
-def _values(op: str, page_size_at: int):
+def _values(op: str, page_size_at: int) -> Callable[..., None]:
     """``check_values`` of ``op``, whose argument ``page_size_at`` is the page size; its last five are the pools."""
 
-    def check(*args) -> None:
+    def check(*args: Any) -> None:
         values.paged(op, args[1], args[page_size_at], args[2], *args[-5:])
 
     return check

@@ -50,7 +50,7 @@ class OpSpec:
         named = ", ".join(f"bool {name}=False" for name in self.modes)
         return f"{self.arguments}, *, {named}" if named else self.arguments
 
-    def take_modes(self, kwargs: dict) -> Modes:
+    def take_modes(self, kwargs: dict[str, Any]) -> Modes:
         """Remove the modes from ``kwargs`` and return them."""
         given = {name: kwargs.pop(name) for name in self.modes if name in kwargs}
         return Modes(**given) if any(given.values()) else OFF
@@ -69,7 +69,7 @@ class OpSpec:
     def arity(self) -> int:
         return len(self.signature.parameters)
 
-    def complete(self, args: tuple, kwargs: dict) -> tuple:
+    def complete(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Positional arguments with every default filled in (the dispatcher drops trailing defaults)."""
         if kwargs:
             bound = self.signature.bind(*args, **kwargs)
@@ -82,29 +82,29 @@ class OpSpec:
 SPECS: dict[str, OpSpec] = {}
 
 
-def _unpack(outs: tuple[Tensor, ...]):
+def _unpack(outs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     return outs[0] if len(outs) == 1 else outs
 
 
-def _run(spec: OpSpec, args: tuple, how: Modes):
+def _run(spec: OpSpec, args: tuple[Any, ...], how: Modes) -> Any:
     if how is OFF:
         return _compute(spec, args)
     with using(how):
         return _compute(spec, args)
 
 
-def _run_out(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...], how: Modes) -> None:
+def _run_out(spec: OpSpec, args: tuple[Any, ...], outs: tuple[Tensor, ...], how: Modes) -> None:
     with using(how):
         _compute_into(spec, args, outs)
 
 
-def _check(spec: OpSpec, args: tuple) -> None:
+def _check(spec: OpSpec, args: tuple[Any, ...]) -> None:
     spec.check(*args)
     if spec.check_values is not None and current().check_inputs:
         spec.check_values(*args)
 
 
-def _compute(spec: OpSpec, args: tuple):
+def _compute(spec: OpSpec, args: tuple[Any, ...]) -> Any:
     _check(spec, args)
     launcher = dispatch.select(spec.name, args)
     if launcher is None:
@@ -115,7 +115,7 @@ def _compute(spec: OpSpec, args: tuple):
     return _unpack(outs)
 
 
-def _compute_into(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...]) -> None:
+def _compute_into(spec: OpSpec, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> None:
     _check(spec, args)
     expected = spec.empty(*(_meta(a) for a in args))
     for name, out, like in zip(spec.outputs, outs, expected):
@@ -130,12 +130,12 @@ def _compute_into(spec: OpSpec, args: tuple, outs: tuple[Tensor, ...]) -> None:
         out.copy_(value)
 
 
-def _meta(value):
+def _meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def _refuse_backward(name: str) -> Callable:
-    def backward(ctx, *grads):
+def _refuse_backward(name: str) -> Callable[..., None]:
+    def backward(ctx: Any, *grads: Any) -> None:
         raise NotImplementedError(
             f"fusion_pass::{name} has no backward: it is an inference op. Run under torch.no_grad(), or keep this "
             f"graph unfused (the pass does so for graphs that need gradients)."
@@ -154,11 +154,11 @@ def register(spec: OpSpec) -> OpSpec:
     result = "Tensor" if len(spec.outputs) == 1 else "(" + ", ".join(["Tensor"] * len(spec.outputs)) + ")"
     torch.library.define(qualname, f"({spec.schema_arguments}) -> {result}", tags=tags)
 
-    def default(*args, **kwargs):
+    def default(*args: Any, **kwargs: Any) -> Any:
         how = spec.take_modes(kwargs)
         return _run(spec, spec.complete(args, kwargs), how)
 
-    def fake(*args, **kwargs):
+    def fake(*args: Any, **kwargs: Any) -> Any:
         spec.take_modes(kwargs)
         args = spec.complete(args, kwargs)
         spec.check(*args)
@@ -169,22 +169,24 @@ def register(spec: OpSpec) -> OpSpec:
     torch.library.register_autograd(qualname, _refuse_backward(spec.name))
 
     outs = ", ".join(f"Tensor({'abc'[i]}!) {name}" for i, name in enumerate(spec.outputs))
-    out_tag = getattr(torch.Tag, "out", None)  # newer than the oldest supported torch
+    # Without torch.Tag.out, by which Inductor of torch 2.13 would call the out-variant itself: it then passes all
+    # tensors before all other arguments (a None between two tensors shifts them), leaves out a buffer that nobody
+    # reads, and in C++ (AOTInductor) calls a C function that only torch's own ops have.
     results = ", ".join(f"Tensor({'abc'[i]}!)" for i in range(len(spec.outputs)))
     results = results if len(spec.outputs) == 1 else f"({results})"
     torch.library.define(
         f"{qualname}.out",
         f"({spec.schema_arguments}{', ' if spec.modes else ', *, '}{outs}) -> {results}",
-        tags=tags if out_tag is None else (*tags, out_tag),
+        tags=tags,
     )
 
-    def into(*args, **kwargs):
+    def into(*args: Any, **kwargs: Any) -> Any:
         given = tuple(kwargs.pop(name) for name in spec.outputs)
         how = spec.take_modes(kwargs)
         _run_out(spec, spec.complete(args, kwargs), given, how)
         return _unpack(given)
 
-    def fake_into(*args, **kwargs):
+    def fake_into(*args: Any, **kwargs: Any) -> Any:
         given = tuple(kwargs.pop(name) for name in spec.outputs)
         spec.take_modes(kwargs)
         args = spec.complete(args, kwargs)

@@ -12,7 +12,7 @@ from .attention import QUANT_ARGUMENTS
 from .registry import OpSpec, register
 
 
-def _check(op, o, cos, sin, groups) -> None:
+def _check(op: str, o: Tensor, cos: Tensor, sin: Tensor, groups: int) -> None:
     checks.check_same_device(op, o, cos=cos, sin=sin)
     checks.check_dtype(op, "o", o, checks.ACTIVATIONS)
     checks.check_shape(op, "o", o, (None, None, None), "[T, H, D]")
@@ -20,22 +20,26 @@ def _check(op, o, cos, sin, groups) -> None:
     checks.check_groups(op, o.shape[1], o.shape[2], groups, cos)
 
 
-def check_inverse_rope(o, cos, sin, groups) -> None:
+def check_inverse_rope(o: Tensor, cos: Tensor, sin: Tensor, groups: int) -> None:
     _check("inverse_rope", o, cos, sin, groups)
 
 
-def empty_inverse_rope(o, cos, sin, groups) -> tuple[Tensor]:
-    return layout.grouped(o, *o.shape, groups)
+def empty_inverse_rope(o: Tensor, cos: Tensor, sin: Tensor, groups: int) -> tuple[Tensor]:
+    return layout.grouped(o, o.shape, groups)
 
 
-def check_inverse_rope_quant(o, cos, sin, groups, block, scale_rule, floor, pack_scales) -> None:
+def check_inverse_rope_quant(
+    o: Tensor, cos: Tensor, sin: Tensor, groups: int, block: int, scale_rule: str, floor: float, pack_scales: bool
+) -> None:
     op = "inverse_rope_quant"
     _check(op, o, cos, sin, groups)
     _, heads, dim = o.shape
     checks.check_quant(op, dim, block, scale_rule, floor, pack_scales, heads // groups * dim)
 
 
-def empty_inverse_rope_quant(o, cos, sin, groups, block, scale_rule, floor, pack_scales) -> tuple[Tensor, Tensor]:
+def empty_inverse_rope_quant(
+    o: Tensor, cos: Tensor, sin: Tensor, groups: int, block: int, scale_rule: str, floor: float, pack_scales: bool
+) -> tuple[Tensor, Tensor]:
     tokens, heads, dim = o.shape
     return layout.quantised(o, tokens, heads // groups * dim, groups, block, pack_scales)
 

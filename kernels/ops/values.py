@@ -9,6 +9,7 @@ answer, so it is for debugging. It is left out while a CUDA graph is captured (n
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ def check_list(op: str, prefix: str, indices: Tensor, lengths: Tensor | None, ro
         )
 
 
-def gathered(op: str, kv: Tensor, indices: Tensor, lengths, extra_kv, extra_indices, extra_lengths) -> None:
+def gathered(op: str, kv: Tensor, indices: Tensor, lengths: Tensor | None, extra_kv: Tensor | None,
+             extra_indices: Any, extra_lengths: Tensor | None) -> None:  # fmt: skip
     """The lists of the gathered ops."""
     check_list(op, "", indices, lengths, kv.shape[0], f"rows of kv, {kv.shape[0]}")
     if extra_kv is not None:
@@ -61,8 +63,8 @@ def gathered(op: str, kv: Tensor, indices: Tensor, lengths, extra_kv, extra_indi
 
 
 def paged(
-    op: str, pages: Tensor, page_size: int, indices: Tensor, lengths, extra_pages, extra_indices, extra_lengths,
-    extra_page_size: int,
+    op: str, pages: Tensor, page_size: int, indices: Tensor, lengths: Tensor | None, extra_pages: Tensor | None,
+    extra_indices: Any, extra_lengths: Tensor | None, extra_page_size: int,
 ) -> None:  # fmt: skip
     """The lists of the paged ops: an index is page * page_size + offset."""
     count = pages.shape[0]

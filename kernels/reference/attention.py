@@ -62,10 +62,11 @@ def _attend(
             result = p.view(-1, high - low) @ finite_values[b_kv, low:high]
             result = divide_or_zero(result.view(stop - start, heads, dim), denominator)
             if not clean:
-                # 0 * NaN = NaN: a masked NaN row must not leak, an attended one must.
-                bad = ~finite[b_kv, low:high]
-                seen = bad.any().expand(stop - start) if visible is None else (visible & bad).any(-1)
-                result = result.masked_fill_(seen.view(-1, 1, 1), float("nan"))
+                # 0 * NaN = NaN: a masked row must not leak, an attended one must, as in any softmax(q k) v.
+                shown = torch.ones_like(p[:, 0], dtype=torch.bool) if visible is None else visible.expand_as(p[:, 0])
+                for token in (shown & ~finite[b_kv, low:high]).any(-1).nonzero().flatten().tolist():
+                    rows = values[b_kv, low:high][shown[token]]
+                    result[token] = divide_or_zero(p[token][:, shown[token]] @ rows, denominator[token])
             out[b, start:stop] = result
     return out
 
@@ -86,7 +87,18 @@ def attention(
     return _attend(q, kv, mask, sink, scale, causal, window).to(q.dtype)
 
 
-def _rotated(q, kv, mask, sink, cos, sin, scale, groups, causal, window) -> Tensor:
+def _rotated(
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    sink: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    groups: int,
+    causal: bool,
+    window: int,
+) -> Tensor:
     out = _attend(q, kv, mask, sink, scale, causal, window)
     batch, queries, heads, dim = out.shape
     cos, sin = (table.expand(batch, -1, -1).flatten(0, 1) for table in (cos, sin))

@@ -35,6 +35,6 @@ def fp8_bgemm(
         per_element = factors[g].repeat_interleave(weight_block, 0)[:rows].repeat_interleave(weight_block, 1)
         matrix = (weight[g].to(dtype) * per_element).mT
         # One token at a time where no other may matter: a product of several rows may sum in another order.
-        parts = x.split(1) if current().batch_invariant else (x,)
+        parts = x.tensor_split(max(1, len(x))) if current().batch_invariant else (x,)
         out[:, g] = torch.cat([part @ matrix for part in parts]).to(out_dtype)
     return out

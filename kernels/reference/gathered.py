@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference of attention over KV rows picked by indices, from one or two pools."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,16 @@ def _pool(kv: Tensor, indices: Tensor, lengths: Tensor | None, dtype: torch.dtyp
     return rows, valid
 
 
-def _chunks(q, kv, indices, scale, lengths, extra_kv, extra_indices, extra_lengths):
+def _chunks(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    scale: float,
+    lengths: Tensor | None,
+    extra_kv: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lengths: Tensor | None,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (token slice, scores [t, H, K], rows [t, K, D]) over chunks of tokens, both pools side by side."""
     tokens, heads, dim = q.shape
     dtype = compute_dtype(q.dtype)
@@ -36,14 +47,24 @@ def _chunks(q, kv, indices, scale, lengths, extra_kv, extra_indices, extra_lengt
     for start in range(0, tokens, step):
         part = slice(start, min(tokens, start + step))
         rows, valid = _pool(kv, indices[part], None if lengths is None else lengths[part], dtype)
-        if extra_kv is not None:
+        if extra_kv is not None and extra_indices is not None:
             more = _pool(extra_kv, extra_indices[part], None if extra_lengths is None else extra_lengths[part], dtype)
             rows, valid = torch.cat((rows, more[0]), 1), torch.cat((valid, more[1]), 1)
         scores = (q[part].to(dtype) @ rows.mT).mul_(scale)
         yield part, scores.masked_fill_(~valid.unsqueeze(1), NEG_INF), rows
 
 
-def _attend(q, kv, indices, sink, scale, lengths, extra_kv, extra_indices, extra_lengths) -> Tensor:
+def _attend(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    lengths: Tensor | None,
+    extra_kv: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lengths: Tensor | None,
+) -> Tensor:
     out = torch.zeros(q.shape, dtype=compute_dtype(q.dtype), device=q.device)
     for part, scores, rows in _chunks(q, kv, indices, scale, lengths, extra_kv, extra_indices, extra_lengths):
         p, denominator, _ = softmax_numerator(scores, sink)

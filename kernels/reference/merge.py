@@ -20,11 +20,12 @@ def _merge(
     ``max`` is in the units of ``lse_or_max`` (logits divided by ``stat_scale``), ``sum`` is relative to it.
     """
     if current().batch_invariant and partials.shape[1] > 1:
-        cut = [None if t is None else t.split(1, 1) for t in (partials, lse_or_max, sum)]
-        rows = [
-            _merge(cut[0][t], cut[1][t], cut[2] and cut[2][t], sink, stat_scale) for t in range(partials.shape[1])
-        ]
-        return torch.cat([row for row, _ in rows]), torch.cat([stats for _, stats in rows])
+        alone = [
+            _merge(partials[:, t : t + 1], lse_or_max[:, t : t + 1], None if sum is None else sum[:, t : t + 1], sink,
+                   stat_scale)
+            for t in range(partials.shape[1])
+        ]  # fmt: skip
+        return torch.cat([row for row, _ in alone]), torch.cat([stats for _, stats in alone])
     dtype = compute_dtype(partials.dtype)
     top_of = lse_or_max.to(dtype)
     weight_of = torch.ones_like(top_of) if sum is None else sum.to(dtype)

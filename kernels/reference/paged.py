@@ -41,7 +41,9 @@ def decode_pages(pages: Tensor, page_size: int, dtype: torch.dtype) -> Tensor:
     return torch.cat((nope, rope), 1)
 
 
-def _pools(q, pages, page_size, extra_pages, extra_page_size) -> tuple[Tensor, Tensor | None]:
+def _pools(
+    q: Tensor, pages: Tensor, page_size: int, extra_pages: Tensor | None, extra_page_size: int
+) -> tuple[Tensor, Tensor | None]:
     kv = decode_pages(pages, page_size, q.dtype)
     return kv, None if extra_pages is None else decode_pages(extra_pages, extra_page_size, q.dtype)
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
 """Host side of the portable attention kernel: chooses tile and splits, prepares operands, launches.
 
 Works on any device Triton compiles for, and on CPU tensors under the interpreter.
@@ -141,10 +142,10 @@ def launch(
     if indexed and keys.extra_indices is not None and indices.dtype != extra_indices.dtype:
         # One loop walks both lists. The wider dtype: narrowing could turn a huge index into a valid one.
         indices, extra_indices = indices.long(), extra_indices.long()
-    bias_strides = (0, 0, 0)
+    bias_strides: tuple[int, ...] = (0, 0, 0)
     if keys.bias is not None:
         bias_strides = keys.bias.expand(batch, -1, -1).stride()
-    tables = (q, 0, 0, 1, q, 0, 0, 1)
+    tables: tuple[Tensor | int, ...] = (q, 0, 0, 1, q, 0, 0, 1)
     groups, half, quant, block, floor = 1, 0, 0, 1, 1.0
     if rope is not None and splits is None:
         groups, half = rope.groups, rope.cos.shape[-1]
@@ -242,8 +243,7 @@ def masked_passes(q: Tensor, keys: Keys, mask: Tensor, has_sink: bool):
             length=counts,
             minimum_rows=not has_sink,
         )
-        listed = replace(keys, indices=indices, lengths=counts, bias=bias, causal=False, window=0)
-        yield first_token, tokens, listed
+        yield first_token, tokens, replace(keys, indices=indices, lengths=counts, bias=bias, causal=False, window=0)
 
 
 def attend(
@@ -272,7 +272,7 @@ def attend(
         splits = 1
     quantised = rope is not None and rope.quant != 0
     out = outs[0].view(torch.uint8) if quantised else outs[0]
-    scales = scale_pointer(outs[1], rope.quant) if quantised else None
+    scales = scale_pointer(outs[1], rope.quant) if rope is not None and quantised else None
     if splits == 1:
         if mask is None:
             launch(out, scales, q, keys, sink, scale, rope, tile)
@@ -306,7 +306,7 @@ def attend_chunk(
         q = q.contiguous()
     quantised = rope is not None and rope.quant != 0
     out = outs[0].view(torch.uint8) if quantised else outs[0]
-    scales = scale_pointer(outs[1], rope.quant) if quantised else None
+    scales = scale_pointer(outs[1], rope.quant) if rope is not None and quantised else None
     launch(out, scales, q, keys, sink, scale, rope, choose(q, keys)[0], None, first_token, tokens)
 
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Grouped FP8 matrix product with block scales: ``out[t, g] = weight[g] @ x[g, t]``, E4M3 operands, fp32 accumulation.
 
 Two shapes of one loop over K, whose step never straddles a scale block:

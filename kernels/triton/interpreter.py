@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Number formats in device code, exact both on a GPU and under Triton's CPU interpreter.
 
 The interpreter (``TRITON_INTERPRET=1``) keeps bf16 and fp8 tensors as the integers that hold their bits. Arithmetic on
@@ -159,6 +160,34 @@ def exact_divide(x, divisor, reciprocal):
         q = x * reciprocal
         q = tl.fma(tl.fma(-q, divisor, x), reciprocal, q)
     return q
+
+
+# 1 / 448, rounded to fp32.
+_RECIPROCAL_448 = tl.constexpr(0.002232142857142857)
+
+
+@triton.jit
+def divide_by_448(x):
+    """x / 448 with the IEEE result, for finite x >= 448 * 2**-126, infinity and NaN: exact_divide with a constant
+    reciprocal. A division instruction sequence is five times as long (the result was compared to it over all mantissas
+    and the edges of the exponent range)."""
+    if INTERPRET:
+        q = tl.div_rn(x, tl.full(x.shape, 448.0, tl.float32))
+    else:
+        q = x * _RECIPROCAL_448
+        q = tl.fma(tl.fma(-q, 448.0, x), _RECIPROCAL_448, q)
+        q = tl.where(x == float("inf"), x, q)
+    return q
+
+
+@triton.jit
+def exact_reciprocal(x):
+    """1 / x with the IEEE result."""
+    if INTERPRET:
+        y = tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    else:
+        y = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
 
 
 @triton.jit

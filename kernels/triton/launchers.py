@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 """Registers the portable Triton kernels with the ops. Imported at the first call on a GPU.
 
 Each ``_refuses_*`` and ``_launch_*`` takes the arguments of its op, completed and validated (launches after ``outs``).
@@ -137,7 +138,7 @@ def _refuses_partials(q, *rest):
 
 
 def _launch_partials(outs, q, kv, indices, scale, num_splits, *pools):
-    attention.partial_results(*outs, q.unsqueeze(0), _pools(kv, indices, *pools), None, False, scale)
+    attention.partial_results(outs[0], outs[1], q.unsqueeze(0), _pools(kv, indices, *pools), None, False, scale)
 
 
 _register("attention", _refuses_dense, _launch_dense)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Decodes the rows of a paged FP8 cache that a batch of tokens attends into bf16 rows of a workspace.
 
 The portable form of attention over FP8 pages: this kernel, then gathered attention over the workspace, a chunk of
@@ -156,15 +157,14 @@ def decoded_chunks(
     """Yield (first token, tokens, rows [N, 512] in q's dtype, indices [tokens, W]) for q [T, H, 512]."""
     total = q.shape[0]
     columns = indices.shape[1]
-    extra = extra_pages is not None and extra_indices is not None and extra_indices.shape[1] > 0
-    extra_columns = extra_indices.shape[1] if extra else 0
+    extra_columns = 0 if extra_pages is None or extra_indices is None else extra_indices.shape[1]
     width = columns + extra_columns
     chunk = max(1, min(total, WORKSPACE_BYTES // max(width * HEAD_DIM * q.element_size(), 1)))
     rows = torch.empty(chunk * width, HEAD_DIM, dtype=q.dtype, device=q.device)
     lists = torch.empty(chunk, width, dtype=torch.int32, device=q.device)
     data, indices = _even_bytes(pages, page_size), _unit_stride(indices)
     data1, indices1, lengths1 = data, indices, lengths
-    if extra:
+    if extra_pages is not None and extra_indices is not None and extra_columns:
         data1, indices1 = _even_bytes(extra_pages, extra_page_size), _unit_stride(extra_indices)
         lengths1 = extra_lengths
     blocks0, blocks1 = triton.cdiv(columns, ROWS), triton.cdiv(extra_columns, ROWS)
@@ -193,7 +193,7 @@ def decoded_chunks(
                 token0,
                 blocks0,
                 HAS_LENGTHS0=lengths is not None,
-                HAS_LENGTHS1=extra and lengths1 is not None,
+                HAS_LENGTHS1=extra_columns > 0 and lengths1 is not None,
                 NATIVE=e4m3_is_native(pages.device),
                 ROWS=ROWS,
                 VALUE_BYTES=VALUE_BYTES,

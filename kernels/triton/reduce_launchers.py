@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs
 """Launchers of the merge and of the standalone inverse RoPE (+ FP8) kernels for the ops of the same names."""
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ chosen by what fits and have not been run. Token counts inside one row share com
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -82,7 +83,13 @@ def invariant_tile(capability: tuple[int, int], tokens: int, weight_rows: int, n
     return _row(INVARIANT, capability, tokens, weight_rows, native)
 
 
-def _row(tables, capability: tuple[int, int], tokens: int, weight_rows: int, native: bool) -> Tile:
+def _row(
+    tables: Mapping[str, Sequence[tuple[float, Tile]]],
+    capability: tuple[int, int],
+    tokens: int,
+    weight_rows: int,
+    native: bool,
+) -> Tile:
     table = "small"
     if not native:
         table = "decoding"

@@ -239,7 +239,7 @@ MEASURED = {
 }
 
 
-def measured(element_size: int, epilogue: bool) -> dict[int, dict[int, dict[int, tuple]]]:
+def measured(element_size: int, epilogue: bool) -> dict[int, dict[int, dict[int, tuple[float, int, int, int, int]]]]:
     """{rows: {partials: {KvSplit: (us, width, warps, unroll, unroll_limit)}}} for one kind of merge; {} = not
     measured."""
     return MEASURED.get((element_size, epilogue), {})

@@ -11,11 +11,13 @@ import pytest
 import torch
 from compiling import FLEX, POSITIVES, case, difference, eager, problems
 from run_all import flat, fresh
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
 
 import fusion_pass
 from fusion_pass import Config
@@ -45,6 +47,7 @@ def symbolic_graph(name):
     """The functional ATen graph of a case with every dimension that follows the number of tokens symbolic."""
     module, fn, args = case(name, tokens=TOKENS)
     _, _, others = case(name, tokens=TOKENS + 2)
+    (args, structure), (others, _) = pytree.tree_flatten(args), pytree.tree_flatten(others)
     dims = [(i, d) for i, (a, b) in enumerate(zip(args, others)) if isinstance(a, torch.Tensor)
             for d, (x, y) in enumerate(zip(a.shape, b.shape)) if (x, y) == (TOKENS, TOKENS + 2)]
     if not dims:
@@ -52,16 +55,19 @@ def symbolic_graph(name):
 
     def run(*inputs):
         where, dim = dims[0]
-        return with_symbol(fn, inputs[where].shape[dim], set())(*inputs)
+        return with_symbol(fn, inputs[where].shape[dim], set())(*pytree.tree_unflatten(inputs, structure))
 
     # Only these dimensions are symbols: everything else is as static as parameters are under torch.compile.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     inputs = []
-    for i, a in enumerate(fresh(args)):
+    for i, a in enumerate(pytree.tree_leaves(fresh(args))):
+        if not isinstance(a, torch.Tensor):
+            inputs.append(a)
+            continue
         context = StatelessSymbolicContext([DimDynamic.DYNAMIC if (i, d) in dims else DimDynamic.STATIC
                                             for d in range(a.dim())])
         inputs.append(mode.from_tensor(a, symbolic_context=context, source=ConstantSource(f"input_{i}")))
-    with torch.no_grad(), mode:
+    with torch.no_grad(), mode, enable_python_dispatcher():
         functional = torch.func.functionalize(run, remove="mutations")
         gm = make_fx(functional, tracing_mode="fake")(*inputs)
     return module, gm
@@ -69,11 +75,12 @@ def symbolic_graph(name):
 
 def holds_for_one_count(name, gm):
     """Does the graph as traced (before the pass) fail for another number of tokens?"""
-    _, _, args = case(name, tokens=TOKENS + 5)
-    try:
-        gm(*fresh(args))
-    except RuntimeError:
-        return True
+    for tokens in (TOKENS + 5, 40):
+        _, _, args = case(name, tokens=tokens)
+        try:
+            gm(*pytree.tree_leaves(fresh(args)))
+        except RuntimeError:
+            return True
     return False
 
 
@@ -108,7 +115,7 @@ def test_symbolic_tokens(name):
                 wanted = eager(fn, args)
             except Exception:
                 continue        # a case that wants more keys than tokens
-            assert difference(flat(gm(*fresh(args))), wanted) < 2e-2
+            assert difference(flat(gm(*pytree.tree_leaves(fresh(args)))), wanted) < 2e-2
 
 
 def official(q, kv, sink, freqs, weight):

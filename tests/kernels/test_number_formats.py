@@ -36,6 +36,14 @@ def _load(x_ptr, y_ptr, N: tl.constexpr):
 
 
 @triton.jit
+def _by_448(x_ptr, y_ptr, r_ptr, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    quotient = interpreter.divide_by_448(tl.load(x_ptr + i))
+    tl.store(y_ptr + i, quotient)
+    tl.store(r_ptr + i, interpreter.exact_reciprocal(quotient))
+
+
+@triton.jit
 def _divide(x_ptr, s_ptr, y_ptr, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
     s = tl.load(s_ptr + i)
@@ -99,3 +107,20 @@ def test_exact_divide_is_ieee(device):
     y = torch.zeros(SIZE, device=device)
     _divide[(SIZE // 1024,)](x, s, y, 1024)
     assert torch.equal(y, x / s)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_scales_are_ieee(device):
+    """amax / 448 and its reciprocal: all mantissas of some binades, the smallest admissible values, infinity, NaN."""
+    mantissa = torch.arange(0, 1 << 23, 1 if device.type == "cuda" else 509, dtype=torch.int32)
+    binades = [(mantissa | (e + 127) << 23).view(torch.float32) for e in (-118, -117, -60, 0, 8, 100, 127)]
+    x = torch.cat([*binades, torch.tensor([float("inf"), float("nan")])])
+    x = x[~(x < 448 * 2.0**-126)]
+    x = torch.nn.functional.pad(x, (0, -len(x) % 1024), value=1.0).to(device)
+    quotient, reciprocal = torch.zeros_like(x), torch.zeros_like(x)
+    _by_448[(len(x) // 1024,)](x, quotient, reciprocal, 1024)
+    # Divided by a tensor: by a number, torch multiplies with its reciprocal on a GPU.
+    exact = x / torch.full_like(x, 448)
+    for got, want in ((quotient, exact), (reciprocal, torch.ones_like(x) / exact)):
+        same = (got.view(torch.int32) == want.view(torch.int32)) | (got.isnan() & want.isnan())
+        assert same.all(), (x[~same][:5], got[~same][:5], want[~same][:5])

@@ -8,6 +8,7 @@ import torch
 from fusion_pass.kernels.ops import SPECS
 from fusion_pass.kernels.ops import attention as attention_module
 from op_cases import DEVICES, Maker, every_op
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -130,6 +131,36 @@ def test_out_variant(device, case):
         getattr(ops, name).out(*args, **kwargs, **dict(zip(names, outs)))
         for w, o in zip(want, outs):
             assert torch.equal(bits(o), bits(w))
+
+
+def test_inductor_passes_arguments_in_order():
+    """Every op with an absent tensor before a present one, and with arguments by name, compiled by Inductor."""
+    m, groups, scale = Maker(), 2, 0.09
+    q, kv, _, sink = m.dense(batch=1, queries=5)
+    wide, rope = m.rope(1, 5), m.rope(5)
+    gq, pool, indices, _ = m.gathered()
+    partials, lse = m.partials(tokens=5)
+    paged = m.paged()
+    more = {"extra_kv": pool, "extra_indices": indices}
+
+    def calls():
+        return [
+            ops.attention(q, kv, None, sink, scale, window=3),
+            ops.attention_rope(q, kv, None, sink, *wide, scale, groups, causal=True, batch_invariant=True),
+            *ops.attention_rope_quant(q, kv, None, sink, *wide, scale, groups, block=32),
+            ops.attention_gathered(gq, pool, indices, None, scale, **more),
+            ops.attention_gathered_rope(gq, pool, indices, None, *rope, scale, groups, check_inputs=True),
+            *ops.attention_gathered_rope_quant(gq, pool, indices, None, *rope, scale, groups, **more),
+            ops.attention_paged_fp8_rope(*paged[:3], None, *rope, scale, groups, 8),
+            ops.merge_partials(partials, lse, None, sink, return_stats=True)[0],
+            ops.merge_partials_rope(partials, lse, None, sink, *rope, groups, kv_split=2),
+            *ops.merge_partials_rope_quant(partials, lse, None, sink, *rope, groups, kv_split=2, stat_scale=1.0),
+        ]
+
+    with fresh_cache(), torch.no_grad():
+        compiled = torch.compile(calls, fullgraph=True)()
+        for got, want in zip(compiled, calls(), strict=True):
+            torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_out_variant_refuses_wrong_buffer(device):
