@@ -25,7 +25,7 @@ TUNING = {
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
-PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 80}
+PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 80, "PAGED": 1}
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,6 @@ def _launch(
         BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
         STRIDE0=page_sizes[0] if paged else _row_stride(kv),
         STRIDE1=page_sizes[1] if paged else _row_stride(kv if extra_kv is None else extra_kv),
-        PAGED=paged,
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
@@ -200,7 +199,7 @@ def _launch(
         BATCHED=batches > 1,
         ROPE_SHARED=rope and cos.shape[0] != total,
         num_warps=4,
-        **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
+        **(TUNING | (PAGED_TUNING if paged else {"PAGED": 0}) | (tuning or {})),
     )
 
 

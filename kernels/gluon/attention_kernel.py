@@ -30,6 +30,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from .attention_epilogue import Output
 from .attention_pages import Pages, load_q, pages_producer
+from .attention_pages_b import Pages as PagesB
+from .attention_pages_b import pages_producer as pages_producer_b
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
@@ -333,7 +335,7 @@ def attention_kernel(
         gdc_launch_dependents()
     sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
-    if PAGED:
+    if PAGED == 1:
         pages = Pages(
             kv0.to(gl.pointer_type(gl.int64), bitcast=True), kv1.to(gl.pointer_type(gl.int64), bitcast=True),
             page_stride0, page_stride1, STRIDE0, STRIDE1,
@@ -343,6 +345,20 @@ def attention_kernel(
                 (consumer_right, (sh, keys, jobs, output, scale)),
                 (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
                 (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    elif PAGED == 2:
+        pages = PagesB(
+            kv0.to(gl.pointer_type(gl.int64), bitcast=True), kv1.to(gl.pointer_type(gl.int64), bitcast=True),
+            page_stride0, page_stride1, STRIDE0, STRIDE1,
+        )  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (pages_producer_b, (sh, keys, pages, jobs, q, q_strides, BATCHED)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

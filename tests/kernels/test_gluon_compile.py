@@ -38,7 +38,7 @@ BASE = {
     "ROPE_SHARED": False,
     "STRIDE0": 512,
     "STRIDE1": 512,
-    "PAGED": False,
+    "PAGED": 0,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
 # name: (epilogue, constants, pointer types)
@@ -53,7 +53,7 @@ VARIANTS = {
     "partial, fp32": ("partial", {"HAS_SINK": False}, {"out": "*fp32"}),
     "partial, bf16": ("partial", {"HAS_SINK": False}, {}),
     "dense mask": ("rope", {"POOLS": 1, "HAS_LENGTH0": True, "HAS_BIAS": True, "HEADS": 64}, {}),
-    "pages": ("quant", {"PAGED": True, "STRIDE0": 64, "STRIDE1": 64}, {**QUANT, "kv0": "*u8", "kv1": "*u8"}),
+    "pages": ("quant", {"PAGED": 1, "STRIDE0": 64, "STRIDE1": 64}, {**QUANT, "kv0": "*u8", "kv1": "*u8"}),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
 # name: (form, constants)
