@@ -77,6 +77,8 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
     over the loop and spill a kilobyte of registers per thread.
     """
     mbarrier.wait(sh.full[TILE_OF_PAIR * 4 + CHUNK], parity)
+    if sh.PAGED:
+        fence_async_shared()  # the keys were stored by other threads, and the tensor cores read them
     k = key_chunk(sh, TILE_OF_PAIR * 4 + CHUNK, z).permute((1, 0))
     return warpgroup_mma(sh.q[CHUNK].index(z), k, s, use_acc=CHUNK != 0, is_async=True)
 
@@ -109,6 +111,8 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
     mbarrier.arrive(sh.empty[0])
     # the other tile
     mbarrier.wait(sh.p_ready[1], parity)
+    if sh.PAGED:
+        fence_async_shared()
     m = sh.stats[1].load(gl.SliceLayout(1, SCORES))
     factor = exp2_approx(m0 - m)
     l = l * factor
@@ -207,6 +211,8 @@ def consumer_right(sh, keys, jobs, output, scale):
             term = load_term(sh, parity, 1)
             # the other warpgroup's tile, queued behind the own scores
             mbarrier.wait(sh.p_ready[0], parity)
+            if sh.PAGED:
+                fence_async_shared()
             m0 = sh.stats[0].load(ROWS)
             before = exp2_approx(m - m0)
             oa = rescale(oa, before)
@@ -335,7 +341,7 @@ def attention_kernel(
         gdc_launch_dependents()
     sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
-    if PAGED == 1:
+    if PAGED == 1 or PAGED == 3:
         pages = Pages(
             kv0.to(gl.pointer_type(gl.int64), bitcast=True), kv1.to(gl.pointer_type(gl.int64), bitcast=True),
             page_stride0, page_stride1, STRIDE0, STRIDE1,
@@ -344,12 +350,12 @@ def attention_kernel(
             [
                 (consumer_right, (sh, keys, jobs, output, scale)),
                 (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, PAGED <= 2)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
-    elif PAGED == 2:
+    elif PAGED == 2 or PAGED == 4:
         pages = PagesB(
             kv0.to(gl.pointer_type(gl.int64), bitcast=True), kv1.to(gl.pointer_type(gl.int64), bitcast=True),
             page_stride0, page_stride1, STRIDE0, STRIDE1,
@@ -358,7 +364,7 @@ def attention_kernel(
             [
                 (consumer_right, (sh, keys, jobs, output, scale)),
                 (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                (pages_producer_b, (sh, keys, pages, jobs, q, q_strides, BATCHED)),
+                (pages_producer_b, (sh, keys, pages, jobs, q, q_strides, BATCHED, PAGED <= 2)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -11,7 +11,7 @@ and pieces of a row are not unrolled: three warpgroups share one instruction cac
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from .hopper import COLUMNS, HEAD_DIM, MASKED_SCORE, TILE, pin_int
@@ -197,7 +197,7 @@ def find_rows(keys, pages, index, tile, count0):
 
 
 @gluon.jit
-def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr):
+def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, PREFETCH: gl.constexpr):
     """Load q, and decode the key rows of every job, as far ahead as the buffers allow."""
     lane = gl.arange(0, TILE, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
     halves = sh.k._reinterpret(gl.int32, [16, TILE, HALF // 2], WORDS)
@@ -210,7 +210,8 @@ def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr):
         index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
         following = keys.load_tile(2 * low + 1, lane, list_row, first, count0, count1)
         valid, base, values, exponents = find_rows(keys, pages, index, 2 * low, count0)
-        prefetch(base, values, exponents)
+        if PREFETCH:
+            prefetch(base, values, exponents)
         load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
         left = load_piece(base, values, job >> 30)
         right = load_piece(base, values, (job >> 30) + 1)
@@ -223,7 +224,8 @@ def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr):
             index = pin_int(following)
             following = keys.load_tile(tile + 2, lane, list_row, first, count0, count1)
             next_valid, next_base, next_values, exponents = find_rows(keys, pages, index, tile + 1, count0)
-            prefetch(next_base, next_values, exponents)
+            if PREFETCH:
+                prefetch(next_base, next_values, exponents)
             # Invalid keys: the first row of the pool, whose codes decode to something tiny under an exponent of 0, so
             # that no product with their zero probabilities is NaN; its bf16 values are replaced by zeros below.
             term = gl.where(valid, 0.0, MASKED_SCORE)
@@ -251,7 +253,6 @@ def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr):
                     buffer.slice(HALF // 4, HALF // 4, dim=1).store(plain(tail, valid))
                 else:
                     buffer.store(decode(right, pair >> 8))
-                fence_async_shared()
                 signal(sh.full, slot)
                 left = next_left
                 right = next_right

@@ -29,10 +29,11 @@ class Shared:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     turn: gl.shared_memory_descriptor
+    PAGED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn
+        self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn, PAGED
     ):  # fmt: skip
         self.q = q
         self.k = k
@@ -47,6 +48,7 @@ class Shared:
         self.q_full = q_full
         self.q_empty = q_empty
         self.turn = turn
+        self.PAGED = gl.constexpr(PAGED)
 
 
 @gluon.jit
@@ -84,5 +86,5 @@ def allocate_shared(PAGED: gl.constexpr):
     sum_ready = (allocate_barrier(1), allocate_barrier(1))
     return Shared(
         (q0, q1, q2, q3), k, (p0, p1), (s0, s1, s2, s3), terms, full, empty, terms_ready, p_ready, sum_ready,
-        allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1),
+        allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1), PAGED,
     )  # fmt: skip
