@@ -25,7 +25,6 @@ TUNING = {
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
-PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 80, "PAGED": 1}
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,6 @@ def _launch(
     splits: int = 1,
     causal: bool = False,
     window: int = 0,
-    page_sizes: tuple[int, int] | None = None,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512]."""
@@ -115,21 +113,11 @@ def _launch(
 
     batches, queries, heads, _ = q.shape
     q = _aligned_q(q)
-    paged = page_sizes is not None
-    if paged:  # pools are bytes [P, page bytes]
-        rows = kv.shape[0] * page_sizes[0]
-        extra_rows = 0 if extra_kv is None else extra_kv.shape[0] * page_sizes[1]
-    else:
-        rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
-        extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
-    if paged:  # the prefetch of an invalid key's row must hit memory
-        if kv.numel() == 0:
-            kv = kv.new_empty(1, page_sizes[0] * 584)
-        if extra_kv is not None and extra_kv.numel() == 0:
-            extra_kv = extra_kv.new_empty(1, page_sizes[1] * 584)
-    if kv.numel() == 0 and not paged:
+    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
+    extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
+    if kv.numel() == 0:
         kv = q  # no row of it is ever addressed
-    if extra_kv is not None and extra_kv.numel() == 0 and not paged:
+    if extra_kv is not None and extra_kv.numel() == 0:
         extra_kv = q
     kv_keys = rows if lists is not None else rows // (kv.shape[0] if kv.dim() == 3 else 1)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
@@ -168,8 +156,6 @@ def _launch(
         0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
         kv_keys if lists is None else lists.width,
         0 if lists is None else lists.width2,
-        kv.stride(0) // 8 if paged else 0,
-        extra_kv.stride(0) // 8 if paged and extra_kv is not None else 0,
         queries,
         window,
         int(causal),
@@ -190,8 +176,8 @@ def _launch(
         HAS_BIAS=lists is not None and lists.bias is not None,
         HAS_SINK=sink is not None,
         BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
-        STRIDE0=page_sizes[0] if paged else _row_stride(kv),
-        STRIDE1=page_sizes[1] if paged else _row_stride(kv if extra_kv is None else extra_kv),
+        STRIDE0=_row_stride(kv),
+        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv),
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
@@ -199,7 +185,7 @@ def _launch(
         BATCHED=batches > 1,
         ROPE_SHARED=rope and cos.shape[0] != total,
         num_warps=4,
-        **(TUNING | (PAGED_TUNING if paged else {"PAGED": 0}) | (tuning or {})),
+        **(TUNING | (tuning or {})),
     )
 
 
@@ -237,49 +223,6 @@ def launch_gathered(
         token0=token0,
         tokens=indices.shape[0],
         splits=splits,
-        tuning=tuning,
-    )
-
-
-def pages_aligned(data: Tensor) -> bool:
-    """Whether the kernel can read pages [P, page bytes] where they are: in words of 8 bytes with 32-bit offsets."""
-    aligned = data.data_ptr() % 8 == 0 and (data.stride(0) % 8 == 0 or data.shape[0] == 1)
-    return aligned and data.shape[0] * data.stride(0) // 8 < 1 << 31
-
-
-def launch_paged(
-    q: Tensor,
-    pages: Tensor,
-    page_size: int,
-    indices: Tensor,
-    sink: Tensor | None,
-    scale: float,
-    epilogue: Epilogue,
-    *,
-    lengths: Tensor | None = None,
-    extra_pages: Tensor | None = None,
-    extra_indices: Tensor | None = None,
-    extra_lengths: Tensor | None = None,
-    extra_page_size: int = 1,
-    splits: int = 1,
-    tuning: dict[str, int] | None = None,
-) -> None:
-    """:func:`launch_gathered` over rows of paged FP8 caches, given as bytes [P, page_size * 584] (`pages_aligned`).
-
-    An index is page * page_size + offset.
-    """
-    lists, extra_pages = _two_lists(q, pages, indices, lengths, extra_pages, extra_indices, extra_lengths)
-    _launch(
-        q.unsqueeze(0),
-        pages,
-        sink,
-        scale,
-        epilogue,
-        lists=lists,
-        extra_kv=extra_pages,
-        tokens=indices.shape[0],
-        splits=splits,
-        page_sizes=(page_size, extra_page_size if extra_pages is not None else page_size),
         tuning=tuning,
     )
 

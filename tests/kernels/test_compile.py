@@ -77,7 +77,7 @@ def test_specialisations_are_bounded():
     show(rows)
     # attention: plain and split, per kind of layer and of lengths or mask; product: rows of the table and two kernels;
     # merges: one per layout of the policy that the splits of this GPU reach.
-    limits = {"attention_kernel": 8, "bgemm_kernel": 8, "_rope_quant_kernel": 4}
+    limits = {"attention_kernel": 8, "bgemm_kernel": 8, "_rope_quant_kernel": 4, "_decode_kernel": 2}
     limits |= {"list_visible_keys": 6, "_merge_kernel": 40}
     assert {kernel for row in rows for kernel in row["warm"]} == set(limits)
     for row in rows:

@@ -38,7 +38,6 @@ BASE = {
     "ROPE_SHARED": False,
     "STRIDE0": 512,
     "STRIDE1": 512,
-    "PAGED": 0,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
 # name: (epilogue, constants, pointer types)
@@ -53,7 +52,6 @@ VARIANTS = {
     "partial, fp32": ("partial", {"HAS_SINK": False}, {"out": "*fp32"}),
     "partial, bf16": ("partial", {"HAS_SINK": False}, {}),
     "dense mask": ("rope", {"POOLS": 1, "HAS_LENGTH0": True, "HAS_BIAS": True, "HEADS": 64}, {}),
-    "pages": ("quant", {"PAGED": 1, "STRIDE0": 64, "STRIDE1": 64}, {**QUANT, "kv0": "*u8", "kv1": "*u8"}),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
 # name: (form, constants)
@@ -67,7 +65,7 @@ BGEMM_VARIANTS = {
     "bgemm, 256 tokens, ordered": (Form(256, 128, 4, 1, ordered=True), {}),
     "bgemm, exponent scales": (Form(256, 128, 4, 1), {"PACKED_X": True, "BYTES_W": True}),
 }
-FAST = ("quant", "dense mask", "pages", "bgemm, 16 tokens", "bgemm, 256 tokens")
+FAST = ("quant", "dense mask", "bgemm, 16 tokens", "bgemm, 256 tokens")
 
 
 def attention_source(name: str):
