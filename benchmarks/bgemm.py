@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
 READ = "weight read"
+STREAMING = 16  # tokens up to which the weight's stream is what there is to beat
 READ_SHAPES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8))  # (words, warps) per program; the fastest is the ceiling
 
 
@@ -38,6 +40,9 @@ def read_bytes(x: Tensor, block: int, warps: int) -> None:
 def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harness.Call]]:
     """Calls of every variant on rotating weights; all results are checked against float32 first."""
     import fusion_pass.kernels.ops  # noqa: F401  (registers the ops)
+    from fusion_pass.kernels.gluon import bgemm as hopper
+    from fusion_pass.kernels.gluon.gate import hopper_reason
+    from fusion_pass.kernels.tuning import bgemm as tuning
 
     groups, rank, width = shape.groups, shape.rank, shape.group_width
     count = rotation(groups * rank * width, target=420e6)
@@ -52,7 +57,13 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
     module = peers.deep_gemm() if use_peers else None
     if module is not None:
         calls["DeepGEMM"] = [peers.deep_gemm_bgemm(module, codes, scales, w.weight, w.scales, out) for w in weights]
-    for block, warps in READ_SHAPES:
+    form = tuning.hopper_form(tokens, groups * rank, torch.cuda.get_device_properties(0).multi_processor_count)
+    if form.ordered and hopper_reason(codes.device) is None:
+        plain = replace(form, ordered=False)
+        calls["fusion_pass, unordered products"] = [
+            partial(hopper.launch, codes, scales, w.weight, w.scales, out, form=plain) for w in weights
+        ]
+    for block, warps in READ_SHAPES if tokens <= STREAMING else ():
         calls[f"{READ} {block}, {warps}"] = [partial(read_bytes, w.weight, block, warps) for w in weights]
     x = torch.randn(groups, tokens, width, device="cuda", dtype=torch.bfloat16)
     wide = [torch.randn(groups, rank, width, device="cuda", dtype=torch.bfloat16).mT for _ in range(max(2, count // 2))]
@@ -87,8 +98,9 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for tokens in args.tokens or TOKENS:
             timings = harness.time_interleaved(variants(shape, tokens, not args.no_peers), replays=args.replays)
             reads = [name for name in timings if name.startswith(READ)]
-            read = min((timings.pop(name) for name in reads), key=lambda timing: timing.us)
-            timings[READ] = read
+            read = min((timings.pop(name) for name in reads), key=lambda timing: timing.us, default=None)
+            if read is not None:
+                timings[READ] = read
             flops = 2.0 * tokens * weight_bytes
             for variant, timing in timings.items():
                 if variant == READ:
@@ -103,7 +115,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 )
                 row = {"shape": name, "T": tokens, "variant": variant, **timing.row(), "roofline": round(fraction, 3)}
                 row |= {"bytes": moved, "flops": flops}
-                row[f"{READ} / this"] = round(harness.ratio(read, timing), 3)
+                if read is not None:
+                    row[f"{READ} / this"] = round(harness.ratio(read, timing), 3)
                 if "DeepGEMM" in timings:
                     row["DeepGEMM / this"] = round(harness.ratio(timings["DeepGEMM"], timing), 3)
                 rows.append(row)
