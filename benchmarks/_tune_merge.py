@@ -41,11 +41,17 @@ PDL_LAYOUTS = tuple(
     for kv_split, width, warps, unroll, limit in ((1, 128, 1, 8, 18), (2, 512, 4, 4, 16), (4, 512, 4, 2, 8))
 )
 # An event pair and the start of a graph cost microseconds: spread over so many merges that they do not show.
-SAMPLE_US = 1200
+SAMPLE_US = 700
 
 
-def points():
-    """(dtype, quantise, rows, partials) to measure, the most wanted first."""
+def points(only_rows=None):
+    """(dtype, quantise, rows, partials) to measure, the most wanted first; only_rows: of these rows, fp32 only."""
+    if only_rows is not None:
+        for rows in only_rows:
+            for quantise in (True, False):
+                for count in PARTIALS:
+                    yield torch.float32, quantise, rows, count
+        return
     for dtype, all_rows, all_partials in (
         (torch.float32, ROWS, PARTIALS),
         (torch.bfloat16, HALF_ROWS, HALF_PARTIALS),
@@ -72,10 +78,10 @@ def _compile(share) -> int:
     return len(share)
 
 
-def precompile(processes: int) -> None:
+def precompile(processes: int, only_rows=None) -> None:
     """Compile all candidates in parallel processes: one after the other they take many minutes."""
     jobs = {}
-    for dtype, quantise, rows, count in points():
+    for dtype, quantise, rows, count in points(only_rows):
         for decision in [*candidates(count, rows, dtype.itemsize), serial_whole_row(1), serial_whole_row(4)]:
             # The count enters the compiled kernel through the size and the number of its batches of loads only.
             kind = (dtype, quantise, batches(count, decision), key(decision)[:3])
@@ -87,7 +93,8 @@ def precompile(processes: int) -> None:
     work = sorted(jobs.values(), key=lambda job: -job[2] * job[3].kv_split)
     start = time.perf_counter()
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.map(_compile, [work[i::processes] for i in range(processes)])
+        shares = 4 * processes  # small ones: kernels differ in how long they compile
+        pool.map(_compile, [work[i::shares] for i in range(shares)], chunksize=1)
     print(f"compiled {len(work)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -152,11 +159,11 @@ def check(problem, decisions, quantise: bool) -> None:
         assert error < limit, f"{key(decision)}: relative error {error}"
 
 
-def sweep(rounds: int, deadline: float) -> list[dict]:
+def sweep(rounds: int, deadline: float, only_rows=None) -> list[dict]:
     """Time every point; stops with a message when the deadline (perf_counter seconds) has passed."""
     pool = torch.randn(MAX_BYTES // 4, device="cuda")
     rows_out = []
-    for dtype, quantise, rows, count in points():
+    for dtype, quantise, rows, count in points(only_rows):
         if time.perf_counter() > deadline:
             print(f"stopped before {dtype}, epilogue {quantise}, {rows} rows, {count} partials", flush=True)
             break
@@ -294,6 +301,16 @@ def write_table(body: dict, path: Path, finalists: list[dict]) -> None:
     path.write_text("".join(lines) + FOOTER)
 
 
+def _not_measured(now: list[dict], earlier: list[dict]) -> list[dict]:
+    """The rows of an earlier sweep whose points the new one lacks."""
+
+    def point(row: dict) -> tuple:
+        return row["element_size"], row["epilogue"], row["rows"], row["partials"]
+
+    measured = {point(row) for row in now}
+    return [row for row in earlier if point(row) not in measured]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the sweep")
@@ -301,23 +318,27 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="module to write")
     parser.add_argument("--finalists", type=Path, help="results of the merge table, whose times replace the sweep's")
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache only, no timing")
+    parser.add_argument("--rows", type=int, nargs="+", help="measure these rows only (fp32 partials)")
+    parser.add_argument("--update", type=Path, help="an earlier sweep, which keeps the points that are not measured")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit of the measurement itself")
     parser.add_argument("--processes", type=int, default=16, help="processes that compile first; 0: compile on use")
     args = parser.parse_args()
     if args.compile_only:
-        precompile(args.processes)
+        precompile(args.processes, args.rows)
         return
     if args.from_json:
         body = json.loads(args.from_json.read_text())
     else:
         if args.processes:
-            precompile(args.processes)
+            precompile(args.processes, args.rows)
         warm_clocks()
         start = time.perf_counter()
         body = {"environment": harness.environment(), "pdl": pdl_gain()}
-        body["rows"] = sweep(args.rounds, start + args.seconds)
+        body["rows"] = sweep(args.rounds, start + args.seconds, args.rows)
         print(f"measured {len(body['rows'])} variants in {time.perf_counter() - start:.0f} s", flush=True)
+        if args.update:
+            body["rows"] += _not_measured(body["rows"], json.loads(args.update.read_text())["rows"])
         if args.json:
             args.json.write_text(json.dumps(body))
     if args.table:

@@ -81,7 +81,7 @@ def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dic
     """Compile a step and run it; the function that is returned times it and completes ``row``. ``alone``: lock for what
     takes much of the GPU's memory."""
     import fusion_pass
-    from fusion_pass.models import filled_cache
+    from fusion_pass.models import cache_tensors, filled_cache
 
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -94,8 +94,11 @@ def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dic
     partitions = count_partitions()
     call = _compiled(model, variant, way)
 
+    held: list[torch.Tensor] = []
+
     def step() -> Callable[[], torch.Tensor]:
         cache = copy.deepcopy(filled)       # a step changes its cache
+        held[:] = cache_tensors(cache)      # a captured step goes on reading what it took out of the cache
         return lambda: call(token, past_key_values=cache, use_cache=True).logits
 
     for _ in range(3):

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import fusion_pass
-from fusion_pass.models import filled_cache, random_deepseek_v4, replace_grouped_linear, split_attention
+from fusion_pass.models import cache_tensors, filled_cache, random_deepseek_v4, replace_grouped_linear, split_attention
 
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 CHAIN = {"bf16": ("fmha", "inverse_rope", "bgemm"), "fp8": ("fmha", "inverse_rope", "fp8_quant", "bgemm")}
@@ -120,16 +120,20 @@ def timed(call, device, repeats: int = 7) -> float:
     return statistics.median(times[1:])
 
 
-def captured_ms(call, device) -> tuple[float, torch.Tensor]:
-    """Milliseconds of a replay of ``call`` as one CUDA graph, and its result. Other threads (NCCL's watchdog) may use
-    CUDA meanwhile, hence the capture mode.
+def captured_ms(call, inputs, device) -> tuple[float, torch.Tensor]:
+    """Milliseconds of a replay of ``call(**inputs)`` as one CUDA graph, and its logits. Other threads (NCCL's watchdog)
+    may use CUDA meanwhile, hence the capture mode. What the graph reads has to stay, though a step takes it out of its
+    cache.
     """
+    cache = inputs.get("past_key_values")
+    held = [] if cache is None else cache_tensors(cache)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = call()
+        result = call(**inputs).logits
     milliseconds = timed(graph.replay, device)
     result = result.clone()
     graph.reset()
+    held.clear()
     return milliseconds, result
 
 
@@ -162,7 +166,7 @@ def timings(args, model, device, variants, ranks: int) -> list[dict]:
                    "fused": sum(len(r.fused) for r in fusion_pass.reports()[known:])}
             results[variant] = call(**inputs.pop()).logits
             if args.cuda_graph:
-                graph_ms, result = captured_ms(lambda call=call, inputs=inputs: call(**inputs.pop()).logits, device)
+                graph_ms, result = captured_ms(call, inputs.pop(), device)
                 row |= {"graph_ms": round(graph_ms, 3), "graph_to_plain": difference(result, results[variant])}
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)

@@ -8,11 +8,17 @@ from .report import GatedChain, NearMiss
 
 # The first row whose pattern is found in the reason answers; reasons are written in ``recognise`` and ``replace``.
 _NEAR_MISSES: tuple[tuple[str, str], ...] = (
+    (r"makes inputs of Python floats",
+     "Write the number into the function (a local, or a literal), or set torch._dynamo.config.specialize_float = True: "
+     "the pass may not assume a value that the next call can change."),
     (r"escapes the chain|is also read by|read by more than",
      "Fusing would never write that value. If the other reader is a hook, a returned intermediate or a statistic that "
      "inference does not need, drop it; otherwise compute it from the chain's input."),
     (r"validation: the replacement",
      "The source's own value is used, so results are right. Please report the chain with this page attached."),
+    (r"forward rotation",
+     "The chain undoes the rotation that queries and keys got: rotate the output by the negative angle (-sin, or "
+     "the conjugate). If the forward rotation is meant, there is nothing to fuse here."),
     (r"in place",
      "Trace with functionalisation (torch.compile and torch.export do; for make_fx wrap the function in "
      "torch.func.functionalize), or write to a clone."),

@@ -91,8 +91,9 @@ def _compile_inductor(
         patches = compat.inductor_patches(mode, options)
     except RuntimeError as error:
         raise compat.option_error(f"backend 'fusion_pass': {error}") from None
-    if config.disable:
-        _finish([Report(nodes=len(gm.graph.nodes), notes=[guarded.DISABLED])])
+    left_alone = guarded.DISABLED if config.disable else _foreign(example_inputs)
+    if left_alone is not None:
+        _finish([Report(nodes=len(gm.graph.nodes), notes=[left_alone])])
         untouched: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=patches)
         return untouched
     slot = patches.get("joint_custom_pre_pass", compat.inductor_config().joint_custom_pre_pass)
@@ -108,8 +109,13 @@ def _compile_traced(gm: fx.GraphModule, example_inputs: Sequence[Any], config: C
 
     run = run_boxed if config.inner == "aot_eager" else run_boxed_interpreted
 
+    foreign = _foreign(example_inputs)
+
     def inference(aot_gm: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        store.add(guarded.run(aot_gm, config, level="aot"))
+        if foreign is None:
+            store.add(guarded.run(aot_gm, config, level="aot"))
+        else:
+            store.add(Report(nodes=len(aot_gm.graph.nodes), notes=[foreign]))
         return run(aot_gm)
 
     def forward(aot_gm: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -149,6 +155,12 @@ def run_boxed_interpreted(gm: fx.GraphModule) -> Callable[..., Any]:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def _foreign(example_inputs: Sequence[Any]) -> str | None:
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return guarded.foreign_reason(value for value in example_inputs if not is_traceable_wrapper_subclass(value))
 
 
 def _finish(gathered: list[Report]) -> None:

@@ -144,13 +144,6 @@ def counters() -> Any:
     return all_counters
 
 
-def cache_dir() -> str:
-    """The folder of Inductor's on-disk caches."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
-
-    return str(inductor_cache_dir())
-
-
 def registered_backends() -> Iterable[str]:
     """Names that ``torch.compile(backend=...)`` resolves by now or through entry points."""
     from importlib.metadata import entry_points

@@ -71,7 +71,7 @@ def page(report: Report, title: str = "fusion_pass report") -> str:
     parts = [_tiles(report)]
     if report.fused:
         parts.append("<h2>Fused</h2>")
-        parts += [_fused(chain, details.get(i)) for i, chain in enumerate(report.fused)]
+        parts += [_fused(chain, details.get(first), many) for chain, first, many in _alike(report, details)]
     if report.near_misses:
         parts.append("<h2>Near misses</h2>")
         parts += map(_near_miss, report.near_misses)
@@ -149,16 +149,26 @@ def _facts(rows: list[tuple[str, str]]) -> str:
     return "<dl>" + "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows if value) + "</dl>"
 
 
-def _fused(chain: FusedChain, detail: ChainDetail | None) -> str:
+def _alike(report: Report, details: dict[int, ChainDetail]) -> list[tuple[FusedChain, int, int]]:
+    """(chain, index, how many): the layers of a model are mostly alike, and one card stands for all of them."""
+    groups: dict[object, list[int]] = {}
+    for i, chain in enumerate(report.fused):
+        costs = (details[i].cost_before, details[i].cost_after) if i in details else ()
+        shown = tuple((_launches(cost), _bytes(cost.bytes)) for cost in costs)
+        groups.setdefault((chain, shown), []).append(i)
+    return [(report.fused[found[0]], found[0], len(found)) for found in groups.values()]
+
+
+def _fused(chain: FusedChain, detail: ChainDetail | None, many: int = 1) -> str:
     quant = f"{_text(chain.quant)} scales, 1 x {_text(chain.group)}" if chain.quant else ""
     rows = [("now", f"<code>{_text(chain.op)}</code>"), ("quantisation", quant), ("gate", _text(chain.gate))]
-    text = ""
+    text, times = "", f' <span class="soft">({many} alike)</span>' if many > 1 else ""
     if detail is not None:
         rows += [("launches", _change(_launches(detail.cost_before), _launches(detail.cost_after))),
                  ("memory traffic", _change(_bytes(detail.cost_before.bytes), _bytes(detail.cost_after.bytes)))]
         text = ('<details><summary>Sub-graph before and after</summary><div class="pair">'
                 f"{_listing('Before', detail.before)}{_listing('After', detail.after)}</div></details>")
-    return (f'<section class="card fused"><h3><span class="tag">fused</span>{_roles(chain.roles)}</h3>'
+    return (f'<section class="card fused"><h3><span class="tag">fused</span>{_roles(chain.roles)}{times}</h3>'
             f"{_where(chain.where)}{_pictures(chain)}{_facts(rows)}{text}</section>")
 
 

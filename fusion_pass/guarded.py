@@ -10,7 +10,8 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,6 +29,24 @@ DISABLED = "disabled (Config(disable=True) or FUSION_PASS_DISABLE=1): the graph 
 TRAINING = "training graph: left alone, as the fused ops have no backward; call the model under torch.no_grad()"
 
 
+def foreign_reason(values: Iterable[Any]) -> str | None:
+    """Why a graph over these inputs is left alone: one is a tensor subclass, whose operators may mean something else.
+
+    Wrapper subclasses (``DTensor``, ``TwoTensor``) are none of these where AOTAutograd takes them apart: its graphs are
+    over the tensors inside.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    ordinary = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor, FunctionalTensor)
+    for value in values:
+        if isinstance(value, torch.Tensor) and type(value) not in ordinary:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            return (f"an input is a {kind}: operators on a tensor subclass "
+                    "may mean something else, the graph is as it came; pass plain tensors (Tensor.as_subclass)")
+    return None
+
+
 def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
     """Rewrite ``gm`` in place under ``config`` (resolved here) and return the report.
 
@@ -37,6 +56,9 @@ def run(gm: fx.GraphModule, config: Config, *, level: str) -> Report:
     config = config.resolve()
     if config.disable:
         return Report(nodes=len(gm.graph.nodes), notes=[DISABLED])
+    foreign = foreign_reason(node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    if foreign is not None:
+        return Report(nodes=len(gm.graph.nodes), notes=[foreign])
     from .rewrite import run_on_graph  # late: the pass and everything it needs load when the first graph comes
 
     start = time.perf_counter()

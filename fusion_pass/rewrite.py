@@ -23,7 +23,7 @@ from .legality import GraphFacts
 from .recognise.chain import find_chains
 from .recognise.chain_types import Chain
 from .recognise.context import Context
-from .recognise.declared import DeclaredOps, Plan
+from .recognise.declared import PRODUCT, DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line
 from .replace import kept_alive, replace_chain
 from .report import FusedChain, GatedChain, NearMiss, Report
@@ -146,6 +146,8 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     for node in new:
         node.meta.setdefault("stack_trace", stack)
         node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op, "chain": len(report.fused)})
+    for anchor in chain.anchors:
+        anchor.node.meta[PRODUCT] = True
     quantisation = chain.quantisation
     gate = decision.reason
     if twice is not None:

@@ -2,27 +2,23 @@
 
 The backend rewrites before Inductor's cache is asked, so its reports need no storing. A pass in Inductor's post-grad
 hook is not called on a cache hit. What a hit does replay are the changes of Inductor's counters while the graph was
-compiled: the hook counts one key per report there (its digest) and puts the report into a file of that name beside
-Inductor's cache. :func:`reports` reads the counters and fetches what it has not seen.
+compiled: the hook counts one key there whose name is the report itself, compressed. So it goes wherever the compiled
+graph goes (other processes, remote caches, ``torch.compiler.save_cache_artifacts``). :func:`reports` reads the counters
+and takes what it has not seen.
 """
 
 from __future__ import annotations
 
+import base64
 import collections
 import contextlib
-import hashlib
 import json
-import logging
-import os
-import tempfile
 import threading
+import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from . import compat
 from .report import Report
-
-log = logging.getLogger(__name__)
 
 _PREFIX = "fusion_pass_report_"
 _lock = threading.RLock()
@@ -80,12 +76,7 @@ def collecting() -> bool:
 
 def add_cacheable(report: Report) -> None:
     """Keep a report so that it comes back when Inductor finds the graph in its cache."""
-    text = report.to_json()
-    key = _PREFIX + hashlib.sha256(text.encode()).hexdigest()[:24]
-    try:
-        _write(_path(key), text)
-    except OSError as error:
-        log.debug("report is not stored beside Inductor's cache: %s", error)
+    key = _PREFIX + base64.urlsafe_b64encode(zlib.compress(report.to_json().encode(), 9)).decode()
     with _lock:
         note_cache_hits()
         _seen[key] += 1
@@ -108,23 +99,9 @@ def note_cache_hits() -> None:
 
 def _read(key: str) -> Report:
     try:
-        report = Report.from_dict(json.loads(_path(key).read_text()))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        return Report(notes=[f"compiled graph came from a cache, its report was not found ({error})"])
+        text = zlib.decompress(base64.urlsafe_b64decode(key.removeprefix(_PREFIX)))
+        report = Report.from_dict(json.loads(text))
+    except (zlib.error, ValueError, TypeError, KeyError) as error:
+        return Report(notes=[f"compiled graph came from a cache, its report cannot be read ({error})"])
     report.notes.append("compiled graph came from a cache")
     return report
-
-
-def _path(key: str) -> Path:
-    return Path(compat.cache_dir()) / "fusion_pass" / f"{key}.json"
-
-
-def _write(path: Path, text: str) -> None:
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may write the same report: an atomic rename leaves one whole file.
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    os.replace(temporary, path)

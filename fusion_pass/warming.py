@@ -75,7 +75,8 @@ def warmup(
         return WarmUp(chain, 0, {}, 0.0, {"all ops": f"device {where.type}: no kernels to compile"})
     start = time.perf_counter()
     sm_count = torch.cuda.get_device_properties(where).multi_processor_count
-    count, refused = 0, {}
+    count = 0
+    refused: dict[str, str] = {}
     with _compilations() as compiled, torch.no_grad():
         for op, args, more in warm_up.calls(chain, where, sm_count):
             count += 1

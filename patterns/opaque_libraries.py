@@ -38,7 +38,7 @@ def grouped_linear_as_written(
     floor: float = 1e-12,
 ) -> tuple[Tensor]:
     """x [T, G, K], weight [G, R, K] of its dtype: [T, G, R]; the weight's FP8 form is not looked at."""
-    return (bgemm(x, weight),)
+    return (bgemm(x, weight).contiguous(),)
 
 
 def grouped_linear_in_fp8(
@@ -81,3 +81,44 @@ def sparse_attn(
     if others.get("out") is not None:
         raise NotExpanded("the form with a caller's out buffer")
     return (gathered(q, kv, topk_idxs, attn_sink, softmax_scale),)
+
+
+def sparse_attn_with_compressor(
+    q: Tensor, kv: Tensor, attn_sink: Tensor, topk_idxs: Tensor, compressor_kv: Tensor, compressor_gate: Tensor,
+    compressor_ape: Tensor, compressor_norm_weight: Tensor, freqs_cis_table: Tensor, position_ids: Tensor,
+    softmax_scale: float, compress_ratio: int = 0, **others: object,
+) -> tuple[Tensor]:
+    """AutoDeploy's second source op: :func:`sparse_attn` over rows that are all in ``kv``. In a compressed layer it
+    makes further rows itself, and stays as it is.
+    """
+    if compress_ratio:
+        raise NotExpanded(f"compress_ratio {compress_ratio}: it compresses keys inside")
+    return sparse_attn(q, kv, attn_sink, topk_idxs, softmax_scale, out=others.get("out"))
+
+
+def fused_rope_concat(
+    nope: Tensor, pe: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, rms_eps: float = 0.0
+) -> tuple[Tensor]:
+    """AutoDeploy's rotation: nope [..., H, Dn] and pe [..., H, Dr], cos and sin [..., Dr/2] without the heads:
+    [..., H, Dn + Dr] in nope.dtype, ``pe`` rotated in interleaved pairs, in fp32.
+    """
+    if rms_eps:
+        raise NotExpanded("rms_eps: the form with a norm inside")
+    cos, sin = cos.unsqueeze(-2), (-sin if inverse else sin).unsqueeze(-2)
+    even, odd = pe[..., 0::2].float(), pe[..., 1::2].float()
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return (torch.cat((nope, turned.to(nope.dtype)), -1),)
+
+
+def shaped(x: Tensor, shape: list[int], **hints: object) -> tuple[Tensor]:
+    """AutoDeploy's ``view``: a contiguous copy in another shape; its hints tell how it is to be sharded."""
+    return (x.reshape(shape).clone(),)
+
+
+def grouped_linear(input: Tensor, weight: Tensor, bias: Tensor | None, **hints: object) -> tuple[Tensor]:
+    """AutoDeploy's grouped linear: input [..., G, K], weight [G, R, K]: [..., G * R]."""
+    if bias is not None:
+        raise NotExpanded("a bias")
+    groups, rows, width = weight.shape
+    out = bgemm(input.reshape(-1, groups, width), weight)
+    return (out.reshape(*input.shape[:-2], groups * rows),)

@@ -149,3 +149,29 @@ def test_every_near_miss_gets_advice():
         assert "register_pattern" in advice(NearMiss(role=role, reason="?")) or role == "bgemm"
     assert "grouped product" in advice(NearMiss(role="bgemm", reason="?"))
     assert "no_grad" in advice(GatedChain(roles=("bgemm",), gate="training graph: left alone"))
+    assert "negative angle" in advice(NearMiss(role="inverse_rope", reason="this is the forward rotation"))
+
+
+def test_layers_that_are_alike_share_a_card():
+    chain = dict(roles=("fmha", "inverse_rope", "bgemm"), op="fusion_pass.attention_rope", gate="",
+                 quant=None, group=None)
+    report = Report(fused=[FusedChain(where="m.py:1", **chain), FusedChain(where="m.py:2", **chain),
+                           FusedChain(where="m.py:1", **chain)])
+    text = page(report)
+    assert text.count('class="card fused"') == 2 and text.count("(2 alike)") == 1
+
+
+def test_the_place_is_the_users_own():
+    """Lines of this package (its FP8 linear layer) and of torch are passed over, where somebody else called them."""
+    from pathlib import Path
+
+    from fusion_pass.recognise.refusal import source_line
+
+    node = torch.fx.Graph().placeholder("x")
+    layer = str(Path(fusion_pass.__file__).parent / "models" / "fp8_linear.py")
+    frames = [("/home/me/model.py", 7), (layer, 113), ("/site-packages/torch/nn/modules/module.py", 9)]
+    text = "".join(f'  File "{path}", line {number}, in forward\n    y = f(x)\n' for path, number in frames)
+    node.meta["stack_trace"] = text
+    assert source_line(node) == "/home/me/model.py:7"
+    node.meta["stack_trace"] = text.replace("/home/me/model.py", "/site-packages/torch/x.py")
+    assert source_line(node) == f"{layer}:113"

@@ -175,8 +175,9 @@ def declared() -> str:
     tests = {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
     rows = []
     for row in opaque.ROWS:
-        name = row.name.partition("::")[2]
-        by = [f"`{path}`" for path, text in tests.items() if re.search(rf"\b{name}\b", text) and "/test_" in path]
+        namespace, _, name = row.name.partition("::")
+        by = [f"`{path}`" for path, text in tests.items() if "/test_" in path and re.search(rf"\b{name}\b", text)
+              and (namespace == "*" or namespace in text)]
         how = "written out and fused" if row.expand else "stays opaque; what follows is fused"
         rows.append([f"`{row.name}`", row.versions, ", ".join(row.roles), how, ", ".join(by) or "not yet tested"])
     return _table(["op", "versions", "roles", "what happens", "tested by"], rows)
@@ -229,9 +230,51 @@ def errors() -> str:
             + _table(["attention layer", "eager bf16", "compiled bf16"], rows))
 
 
+def _kept(name: str, made_by: str) -> Any:
+    """Figures of docs/NAME.json, or a line that says how to make them."""
+    path = ROOT / "docs" / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else f"No figures are committed: `{made_by}` writes them."
+
+
+def versions() -> str:
+    """Versions that the test-suite ran with (docs/versions.json, by tools/version_matrix.py)."""
+    made = _kept("versions", "python tools/version_matrix.py")
+    if isinstance(made, str):
+        return made
+    rows = ([row["torch"], row["transformers"], row["triton"] or "none", row["python"], row["device"], row["date"],
+             f"{row['passed']} passed, {len(row['failed'])} failed, {row['skipped']} skipped",
+             "all" if row["tests"] == ["tests"] else " ".join(t.removeprefix("tests/") for t in row["tests"])]
+            for row in made)
+    return _table(["torch", "transformers", "triton", "Python", "device", "date", "result", "of `tests/`"], rows)
+
+
+def fuzz() -> str:
+    """Cases that the fuzz tests tried (docs/fuzz.json), and the faults that they found (tests/**/test_*faults.py)."""
+    made = _kept("fuzz", "FUSION_PASS_FUZZ=10 FUSION_PASS_FUZZ_RECORD=docs/fuzz.json python -m pytest ...")
+    if isinstance(made, str):
+        return made
+    rows = ([what, str(entry["cases"]), entry["torch"], entry["date"]] for what, entry in sorted(made.items()))
+    faults = []
+    for path in sorted(ROOT.glob("tests/**/test_*faults.py")):
+        for text in re.findall(r'^def test_\w+\(.*?\):\n    """(.*?)"""', path.read_text(), re.M | re.S):
+            faults.append(f"- {' '.join(text.split())}")
+    return (_table(["what", "cases", "torch", "date"], rows)
+            + f"\n\nFound and fixed, each with a regression test ({len(faults)}):\n\n" + "\n".join(faults))
+
+
+def newcomer() -> str:
+    """Seconds of the newcomer's path (docs/newcomer.json, by tools/newcomer.py)."""
+    made = _kept("newcomer", "python tools/newcomer.py --record")
+    if isinstance(made, str):
+        return made
+    rows = ([f"`{step['step']}`", f"{step['seconds']:.1f}"] for step in made["steps"])
+    return (f"{made['cores']} CPU cores (load {made['load']}), Python {made['python']}, {made['date']}:\n\n"
+            + _table(["step", "seconds"], rows))
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
-    "errors": errors, "compiled": compiled,
+    "errors": errors, "compiled": compiled, "versions": versions, "fuzz": fuzz, "newcomer": newcomer,
     "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
 }
 _BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)

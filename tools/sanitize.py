@@ -39,8 +39,8 @@ def work(kernels: str) -> None:
     ran = set()
     cases = every_op(Maker("cuda", torch.bfloat16)) + _wide(Maker("cuda", torch.bfloat16))
     for name, args, more in cases:
-        complete = SPECS[name].complete(args, dict(more))
-        launcher, reasons = explain(name, complete)
+        plain = {key: value for key, value in more.items() if key not in SPECS[name].modes}
+        launcher, reasons = explain(name, SPECS[name].complete(args, plain))
         if launcher is None:
             print(f"{name}: torch reference, {reasons}")
             continue

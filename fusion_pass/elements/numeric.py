@@ -88,7 +88,8 @@ class Numeric:
             if isinstance(constant, torch.Tensor) and constant.device.type == "cpu":
                 return widen(constant.detach().reshape(-1)[index])
         if node.op != "call_function":
-            raise Unevaluated(node, "a graph input")
+            raise Unevaluated(node, "a graph input" + (", one number: under dynamic=True Dynamo makes inputs of Python "
+                              "floats, module constants too" if self.sizes.numel(node) == 1 else ""))
         numel = self.sizes.numel(node)
         if len(index) > 64 and numel < len(index):
             # A broadcast reads the same elements again and again.

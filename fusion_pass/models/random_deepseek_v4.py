@@ -122,3 +122,13 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], dict):
         return {name: _joined([part[name] for part in parts]) for name in parts[0]}
     return parts[0]
+
+
+def cache_tensors(cache: Any) -> list[torch.Tensor]:
+    """All tensors of a transformers cache.
+
+    Hold them for as long as a CUDA graph lives that was captured with this cache: a step puts new tensors into the
+    cache and drops those that the graph reads, and freed memory is soon somebody else's.
+    """
+    leaves = torch.utils._pytree.tree_leaves([vars(layer) for layer in cache.layers])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -30,6 +30,7 @@ from ..patterns.opaque import NotExpanded, OpaqueOp, declared
 from .written_call import Call, read_call
 
 aten = torch.ops.aten
+PRODUCT = "fusion_pass_product"         # in the metadata of a product that reads what a fused op wrote
 AGREE = torch.ops.fusion_pass.agree.default
 
 
@@ -125,7 +126,7 @@ class DeclaredOps:
         _mark_all(self.graph, live)
         for expansion in reversed(self.expansions):
             read = [new for _, new in expansion.outputs if expansion.read_outside(new, live)]
-            if changed and read and all(_ends_in_fused_op(new, expansion.inside) for new in read):
+            if changed and read and all(_ends_in_fused_op(new, expansion) for new in read):
                 continue
             if changed and not read:
                 continue
@@ -186,14 +187,18 @@ def _only_moves(node: fx.Node) -> bool:
     return is_move(node) or is_float_cast(node)
 
 
-def _ends_in_fused_op(node: fx.Node, inside: frozenset[fx.Node]) -> bool:
-    """Is ``node`` a fused op's result but for moves and a rounding?"""
+def _ends_in_fused_op(node: fx.Node, expansion: Expansion) -> bool:
+    """Is ``node``, but for moves and a rounding, a fused op's result, or the product that reads one (which stays as it
+    is written out when its weight is not FP8; a user's own product stays the user's)?"""
+    inside = expansion.inside
     while node in inside and _only_moves(node):
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         if len(tensors) != 1:
             return False
         node = tensors[0]
-    return node not in inside and "fusion_pass" in node.meta
+    if node in inside:
+        return PRODUCT in node.meta and not expansion.row.label
+    return "fusion_pass" in node.meta
 
 
 def _mark(node: fx.Node, live: set[fx.Node]) -> None:
@@ -215,7 +220,7 @@ def _mark_all(graph: fx.Graph, live: set[fx.Node]) -> None:
 def _equivalents(expansion: Expansion) -> list[fx.Node]:
     """Nodes that hold the op's results up to moves and roundings: reading one of them is reading the op's result.
     (Results that end in a fused op are meant to be read.)"""
-    stack = [new for _, new in expansion.outputs if not _ends_in_fused_op(new, expansion.inside)]
+    stack = [new for _, new in expansion.outputs if not _ends_in_fused_op(new, expansion)]
     seen = set()
     while stack:
         node = stack.pop()
@@ -358,4 +363,4 @@ def _same_form(old: fx.Node, new: fx.Node, sizes: list[Sizes]) -> bool:
     return all(s.shape(old) == s.shape(new) for s in sizes)
 
 
-__all__ = ["DeclaredOps", "Expansion", "Plan", "insert_traced"]
+__all__ = ["PRODUCT", "DeclaredOps", "Expansion", "Plan", "insert_traced"]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.fx as fx
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,18 @@ class Refused:
 
 
 def source_line(node: fx.Node | None) -> str:
-    """The user's ``file.py:line`` for a node, from the stack trace that tracing recorded; "" when there is none."""
+    """The user's ``file.py:line`` for a node, from the stack trace that tracing recorded; "" when there is none. Lines
+    of this package (its FP8 linear layer) count only where nothing else called them."""
     trace = node.meta.get("stack_trace") if node is not None else None
     if not trace:
         return ""
     lines = [line.strip() for line in trace.strip().splitlines() if line.strip().startswith('File "')]
+    own = ""
     for line in reversed(lines):
         path, _, rest = line[len('File "'):].partition('", line ')
-        number = rest.split(",")[0]
-        if "/torch/" not in path:
-            return f"{path}:{number}"
-    return ""
+        place = f"{path}:{rest.split(',')[0]}"
+        if path.startswith(_PACKAGE):
+            own = own or place
+        elif "/torch/" not in path:
+            return place
+    return own

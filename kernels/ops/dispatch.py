@@ -39,10 +39,18 @@ class Launcher:
 _launchers: dict[str, list[Launcher]] = {}
 _loaded = False
 _load_errors: list[str] = []
+_generation = 0
+
+
+def generation() -> int:
+    """A number that changes whenever a launcher is registered."""
+    return _generation
 
 
 def register_launcher(op: str, launcher: Launcher) -> None:
     """Add ``launcher`` for ``op``; a launcher of the same name is replaced (so a reload does not pile up)."""
+    global _generation
+    _generation += 1
     others = [known for known in _launchers.get(op, []) if known.name != launcher.name]
     _launchers[op] = sorted([*others, launcher], key=lambda known: -known.priority)
 

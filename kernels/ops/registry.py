@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..modes import OFF, Modes, current, using
-from . import dispatch
+from . import decisions, dispatch
 from .checks import check_out
 
 NAMESPACE = "fusion_pass"
@@ -98,15 +98,21 @@ def _run_out(spec: OpSpec, args: tuple[Any, ...], outs: tuple[Tensor, ...], how:
         _compute_into(spec, args, outs)
 
 
-def _check(spec: OpSpec, args: tuple[Any, ...]) -> None:
-    spec.check(*args)
+def _decide(spec: OpSpec, args: tuple[Any, ...]) -> dispatch.Launcher | None:
+    """Validate the arguments and choose their kernel (None: the reference); remembered per signature."""
+    key = decisions.signature(spec.name, args)
+    known, launcher = decisions.recall(key)
+    if not known:
+        spec.check(*args)
+        launcher = dispatch.select(spec.name, args)
+        decisions.remember(key, launcher)
     if spec.check_values is not None and current().check_inputs:
         spec.check_values(*args)
+    return launcher
 
 
 def _compute(spec: OpSpec, args: tuple[Any, ...]) -> Any:
-    _check(spec, args)
-    launcher = dispatch.select(spec.name, args)
+    launcher = _decide(spec, args)
     if launcher is None:
         return spec.reference(*args)
     outs = spec.empty(*args)
@@ -116,11 +122,10 @@ def _compute(spec: OpSpec, args: tuple[Any, ...]) -> Any:
 
 
 def _compute_into(spec: OpSpec, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> None:
-    _check(spec, args)
+    launcher = _decide(spec, args)
     expected = spec.empty(*(_meta(a) for a in args))
     for name, out, like in zip(spec.outputs, outs, expected):
         check_out(spec.name, name, out, like)
-    launcher = dispatch.select(spec.name, args)
     if launcher is not None and all(out.is_contiguous() for out in outs):
         if outs[0].numel():
             dispatch.launch(launcher, outs, args)

@@ -44,7 +44,12 @@ def device_of(tensor: torch.Tensor) -> tuple[tuple[int, int], int]:
     sm_90."""
     if interpreted():
         return (9, 0), 1
-    properties = torch.cuda.get_device_properties(tensor.device)
+    return _properties(tensor.get_device())
+
+
+@functools.cache
+def _properties(index: int) -> tuple[tuple[int, int], int]:
+    properties = torch.cuda.get_device_properties(index)
     return (properties.major, properties.minor), properties.multi_processor_count
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 import fusion_pass
 from fusion_pass import Config
+from fusion_pass.advice import advice
 
 TOKENS = 11         # a number that nothing else in a case has
 # These run a Python loop over tokens (or compute counts from them in Python), so a graph holds for one count only.
@@ -190,3 +191,37 @@ def test_one_compilation_and_no_added_guards(fn, roles):
         if backend == "fusion_pass":
             assert reports and all([c.roles for c in r.fused] == [roles] for r in reports), reports
     assert guards["fusion_pass"] == guards["aot_eager"]
+
+
+E4M3_MAX = 448.0
+
+
+def quantised_by_module_constant(q, kv, sink, freqs, weight):
+    """``quantised`` with the limit of E4M3 kept in the module, as many sources have it."""
+    t = q.shape[1]
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(1, 2).float(), kv.float().unsqueeze(1).expand(-1, q.shape[2], -1, -1),
+        kv.float().unsqueeze(1).expand(-1, q.shape[2], -1, -1)).transpose(1, 2).to(q.dtype)
+    even, odd = o[..., -64::2].float(), o[..., -63::2].float()
+    cos, sin = freqs.real[None, :, None], freqs.imag[None, :, None]
+    turned = torch.stack([even * cos + odd * sin, odd * cos - even * sin], -1).flatten(-2).to(o.dtype)
+    x = torch.cat([o[..., :-64], turned], -1).reshape(t, 2, -1, 128).float()
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-10) / E4M3_MAX
+    x = ((x / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale).reshape(t, 2, -1)
+    return torch.bmm(x.transpose(0, 1), weight.float().transpose(1, 2)).transpose(0, 1)
+
+
+def test_a_module_constant_that_dynamo_made_an_input_is_named():
+    """Under dynamic=True a global float is an input that the next call may change: refused, with the way out."""
+    for dynamic, fused in ((True, 0), (None, 1)):
+        torch._dynamo.reset()
+        before = len(fusion_pass.reports())
+        compiled = torch.compile(quantised_by_module_constant, backend="fusion_pass", dynamic=dynamic,
+                                 options={"inner": "aot_eager"})
+        with torch.no_grad():
+            compiled(*inputs_for(7))
+        report, = fusion_pass.reports()[before:]
+        assert len(report.fused) == fused, report
+        if not fused:
+            assert "makes inputs of Python floats" in report.near_misses[0].reason, report
+            assert "specialize_float" in advice(report.near_misses[0])

@@ -217,3 +217,26 @@ def test_every_op_that_chooses_by_tokens_has_the_mode():
     assert without == {"inverse_rope", "inverse_rope_quant", "attention_partials"}
     for spec in SPECS.values():
         assert not set(spec.modes) & set(inspect.signature(spec.reference).parameters)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ops_of_engines(device):
+    """The same through the three ops for engines: a token's projected row alone is its row in the batch."""
+    m = Maker(device, torch.bfloat16)
+    ops = torch.ops.fusion_pass
+    tokens = 40
+    q, kv, indices, sink = m.gathered(tokens, 16, 512, 300, 200)
+    rope = m.rope(tokens)
+    _, _, weight, factors = m.bgemm(2, 1, 128, 4096)
+
+    def layer(part: slice) -> torch.Tensor:
+        count = len(range(tokens)[part])
+        outputs = ops.create_outputs(q[part], weight, 2, (count + 3) // 4 * 4)
+        tables = [table[part] for table in rope]
+        arguments = (q[part], kv, indices[part], sink, *tables, *outputs, 0.05, 2, outputs[2].shape[-1], True)
+        ops.attention_into(*arguments, batch_invariant=True)
+        return ops.project_outputs(outputs, *tables, weight, factors, 2, batch_invariant=True)
+
+    whole = layer(slice(None))
+    for t in (0, 13, tokens - 1):
+        assert torch.equal(layer(slice(t, t + 1))[0], whole[t])

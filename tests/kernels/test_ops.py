@@ -340,3 +340,49 @@ def test_bad_bgemm(case):
     position, value, error, message = cases[case]
     with pytest.raises(error, match=message):
         ops.fp8_bgemm(*replaced(args, position, value))
+
+
+def test_decisions_are_remembered_by_signature(monkeypatch):
+    """Calls of one form validate and choose once; a wrong form is refused every time; other sizes, strides, alignment,
+    dtypes, scalars and modes decide anew; a newly registered launcher forgets everything; the memory is bounded."""
+    from fusion_pass.kernels.ops import Launcher, decisions, register_launcher
+
+    spec, decided = SPECS["attention_gathered"], []
+    right = spec.check
+    object.__setattr__(spec, "check", lambda *args: decided.append(1) or right(*args))
+    try:
+        m = Maker()
+        q, kv, indices, sink = m.gathered()
+
+        def call(*args, **kwargs) -> int:
+            decided.clear()
+            ops.attention_gathered(*args, **kwargs)
+            return len(decided)
+
+        decisions._known.clear()
+        assert [call(q, kv, indices, sink, 0.1), call(q + 1, kv * 2, indices, sink, 0.1)] == [1, 0]
+        shifted = torch.cat((torch.zeros(1), q.flatten()))[1:].view(q.shape)
+        others = [
+            (q, kv, indices, sink, 0.2), (q, kv, indices, None, 0.1), (q, kv, indices.long(), sink, 0.1),
+            (q.transpose(1, 2).contiguous().transpose(1, 2), kv, indices, sink, 0.1), (shifted, kv, indices, sink, 0.1),
+            (q[:4], kv, indices[:4], sink, 0.1), (q.bfloat16(), kv.bfloat16(), indices, sink, 0.1),
+        ]  # fmt: skip
+        assert [call(*args) for args in others] == [1] * len(others)
+        assert [call(*args) for args in others] == [0] * len(others)
+        assert call(q, kv, indices, sink, 0.1, batch_invariant=True) == 1
+        with pytest.raises(ValueError, match=r"indices\[0, 0\]"):
+            ops.attention_gathered(q, kv, torch.full_like(indices, 99), sink, 0.1, check_inputs=True)
+        ops.attention_gathered(q, kv, torch.zeros_like(indices), sink, 0.1, check_inputs=True)
+        with pytest.raises(ValueError, match=r"indices\[0, 0\]"):  # values are read at every call
+            ops.attention_gathered(q, kv, torch.full_like(indices, 99), sink, 0.1, check_inputs=True)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="finite scale"):
+                ops.attention_gathered(q, kv, indices, sink, float("nan"))
+        register_launcher("attention_gathered", Launcher("nobody", lambda *args: "a test", lambda *args: None))
+        assert [call(q, kv, indices, sink, 0.1), call(q, kv, indices, sink, 0.1)] == [1, 0]
+        monkeypatch.setattr(decisions, "LIMIT", 3)
+        for scale in range(9):
+            call(q, kv, indices, sink, 1.0 + scale)
+            assert len(decisions._known) <= 3
+    finally:
+        object.__setattr__(spec, "check", right)

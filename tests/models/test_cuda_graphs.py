@@ -10,7 +10,7 @@ pytest.importorskip("transformers", minversion="5.8")
 pytest.importorskip("triton")
 
 import fusion_pass  # noqa: E402
-from fusion_pass.models import filled_cache, random_deepseek_v4, replace_grouped_linear  # noqa: E402
+from fusion_pass.models import cache_tensors, filled_cache, random_deepseek_v4, replace_grouped_linear  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +100,7 @@ def test_capture_by_hand(model):
     token = ids[:, :1].clone()
     step(token), step(token)
     cache = copy.deepcopy(filled)
+    inputs = cache_tensors(cache)       # the graph reads them; the step takes them out of the cache
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = compiled(token, past_key_values=cache, use_cache=True).logits
@@ -108,3 +109,4 @@ def test_capture_by_hand(model):
         graph.replay()
         torch.cuda.synchronize()
         assert relative(logits, step(token)) < 1e-6
+    del inputs

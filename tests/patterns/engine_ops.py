@@ -184,6 +184,47 @@ def sparse_attention() -> None:
            lambda q, *others, **named: torch.empty_like(q))
 
 
+def _fused_rope_concat(nope, pe, cos, sin, inverse=False, rms_eps=0.0):
+    whole = torch.cat((nope, pe), -1).flatten(0, -3).float()
+    angle_sin = sin if inverse else -sin
+    turned = reference.rotate_inverse(whole, cos.reshape(-1, cos.shape[-1]), angle_sin.reshape(-1, sin.shape[-1]))
+    return turned.view(*nope.shape[:-1], -1).to(nope.dtype)
+
+
+def _grouped_linear(input, weight, bias, **hints):
+    return torch.cat([input[..., g, :] @ weight[g].T for g in range(weight.shape[0])], -1)
+
+
+def auto_deploy() -> None:
+    """What AutoDeploy's model of DeepSeek-V4 calls from the attention to the all-reduce."""
+    names = ("q", "kv", "attn_sink", "topk_idxs", "compressor_kv", "compressor_gate", "compressor_ape",
+             "compressor_norm_weight", "freqs_cis_table", "position_ids")
+    define("auto_deploy::torch_deepseek_v4_sparse_attention_v2",
+           "(" + ", ".join(f"Tensor {name}" for name in names) + ", float softmax_scale, Tensor? out=None, "
+           "bool enable_sharding=False, str layer_type='unknown', int? layer_idx=None, int? window_size=None, "
+           "int compress_ratio=0, int? max_compressed_len=None, int? head_dim=None, int? rope_dim=None, "
+           "float rms_norm_eps=1e-6) -> Tensor",
+           lambda q, kv, sink, picked, *rest, **named: _sparse_attn(q, kv, sink, picked, rest[6]),
+           lambda q, *others, **named: torch.empty_like(q))
+    define("auto_deploy::deepseek_v4_fused_rope_concat",
+           "(Tensor nope, Tensor pe, Tensor cos, Tensor sin, bool inverse=False, float rms_eps=0.0) -> Tensor",
+           _fused_rope_concat,
+           lambda nope, pe, *others, **named: nope.new_empty((*nope.shape[:-1], nope.shape[-1] + pe.shape[-1])))
+    define("auto_deploy::view",
+           "(Tensor x, SymInt[] shape, int tp_scaled_dim=-1, str layer_type='unknown', int tp_min_local_shape=1) "
+           "-> Tensor",
+           lambda x, shape, *hints, **named: x.reshape(shape).clone(),
+           lambda x, shape, *hints, **named: x.reshape(shape).clone())
+    define("auto_deploy::torch_grouped_linear",
+           "(Tensor input, Tensor weight, Tensor? bias, str tp_mode='none', str layer_type='unknown', "
+           "int tp_min_local_shape=1) -> Tensor",
+           lambda input, weight, bias, *hints, **named: _grouped_linear(input, weight, bias),
+           lambda input, weight, *others, **named: input.new_empty(
+               (*input.shape[:-2], weight.shape[0] * weight.shape[1])))
+    define("auto_deploy::all_reduce", "(Tensor x, str layer_type='unknown') -> Tensor",
+           lambda x, *others, **named: x.clone(), lambda x, *others, **named: torch.empty_like(x))
+
+
 def _sglang_quant(input, output_q, output_s):
     codes, words = reference.quantise(input.float().transpose(0, 1), 128, "ue8m0", 1e-10, True)
     output_q.copy_(codes.transpose(0, 1))

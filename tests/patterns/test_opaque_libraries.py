@@ -163,6 +163,41 @@ def test_sparse_attention_disabled_is_opaque():
     assert_close(got.out, fn(*args))
 
 
+def auto_deploy_path(p: Path, ratio: int, batch: int = 1):
+    """AutoDeploy's model, from the attention to the all-reduce."""
+    ad = torch.ops.auto_deploy
+    _, (q, kv, sink, picked, _, weight) = sparse_path(p, None, batch)
+    angles = torch.randn(batch, p.tokens, HALF, generator=torch.Generator().manual_seed(4))
+    empty, positions = torch.zeros(0), torch.arange(p.tokens).expand(batch, -1)
+
+    def fn(q, kv, sink, picked, cos, sin, wo_a, wo_b):
+        o = ad.torch_deepseek_v4_sparse_attention_v2(
+            q, kv, sink, picked, empty, empty, empty, empty, empty, positions, HEAD_DIM ** -0.5, enable_sharding=True,
+            layer_type="mla", window_size=128, compress_ratio=ratio)
+        nope, pe = torch.split(o, [HEAD_DIM - 2 * HALF, 2 * HALF], -1)
+        o = ad.deepseek_v4_fused_rope_concat(nope, pe, cos, sin, True)
+        o = ad.view(o, [*o.shape[:2], p.groups, p.width], tp_scaled_dim=2, layer_type="mla")
+        wo_a = ad.view(wo_a, [p.groups, p.rows, p.width], tp_scaled_dim=0, layer_type="mla", tp_min_local_shape=p.rows)
+        y = ad.torch_grouped_linear(o, wo_a, None, tp_mode="colwise", layer_type="mla", tp_min_local_shape=p.rows)
+        return ad.all_reduce(F.linear(y, wo_b), layer_type="mla")
+
+    return fn, (q, kv, sink, picked, angles.cos(), angles.sin(), weight.flatten(0, 1), p.wo_b)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("ratio, wanted", [(0, ("fmha", "inverse_rope", "bgemm")), (4, ("inverse_rope", "bgemm"))])
+def test_auto_deploy_output_path(ratio, wanted, batch):
+    """The whole chain where all keys are handed over; behind an attention that compresses keys inside, the tail."""
+    engine_ops.auto_deploy()
+    fn, args = auto_deploy_path(Path(), ratio, batch)
+    got = run(fn, *args)
+    assert roles(got) == [wanted], got.report
+    assert any("torch_deepseek_v4_sparse_attention_v2" in op for op in got.ops) == bool(ratio)
+    assert not any("rope_concat" in op or "grouped_linear" in op for op in got.ops), got.ops
+    assert "auto_deploy.all_reduce.default" in got.ops
+    assert_close(got.out, fn(*args))
+
+
 def merge_path(p: Path, states: bool):
     gen = torch.Generator().manual_seed(6)
     v = torch.randn(p.tokens, 2, p.heads, HEAD_DIM, generator=gen).bfloat16()
@@ -183,11 +218,11 @@ def merge_path(p: Path, states: bool):
 
 @pytest.mark.parametrize("states", [True, False])
 def test_flashinfer_merges(states):
-    """Merge and tail as one op where the merge can be proved; otherwise the tail alone, behind the op itself."""
+    """Merge and tail as one op."""
     engine_ops.flashinfer()
     fn, args = merge_path(Path(), states)
     got = run(fn, *args)
-    whole = roles(got) == [("kv_merge", "inverse_rope", "bgemm")]
-    assert whole or roles(got) == [("inverse_rope", "bgemm")], got.report
-    assert whole != any("flashinfer" in op for op in got.ops), got.report
+    assert roles(got) == [("kv_merge", "inverse_rope", "bgemm")], got.report
+    assert got.report.fused[0].op == "fusion_pass.merge_partials_rope"
+    assert not any("flashinfer" in op for op in got.ops)
     assert_close(got.out, fn(*args))

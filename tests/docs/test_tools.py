@@ -1,0 +1,52 @@
+"""Tools that run for minutes elsewhere: what they keep, and that their commands are the README's."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_versions_are_kept_once(tmp_path, monkeypatch):
+    tool = load("version_matrix")
+    monkeypatch.setattr(tool, "RESULTS", tmp_path / "versions.json")
+    row = {"torch": "2.13.0", "transformers": "5.24.0", "device": "cpu", "tests": ["tests"], "passed": 1}
+    for other in ({}, {"passed": 2}, {"torch": "2.11.0"}, {"tests": ["tests/graphs"]}):
+        tool.record(row | other)
+    kept = json.loads((tmp_path / "versions.json").read_text())
+    assert [(r["torch"], r["tests"], r["passed"]) for r in kept] == [
+        ("2.11.0", ["tests"], 1), ("2.13.0", ["tests"], 2), ("2.13.0", ["tests/graphs"], 1)]  # fmt: skip
+
+
+def test_versions_come_in_pairs(capsys):
+    with pytest.raises(SystemExit):
+        load("version_matrix").main(["--torch", "2.11.0"])
+    assert "go together" in capsys.readouterr().err
+
+
+def test_newcomers_take_the_commands_of_the_readme(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    steps = load("newcomer").steps(tmp_path)
+    for what in ('pip install -e ".[hf]"', "python -m fusion_pass demo",
+                 "python -m fusion_pass explain examples/plain_attention.py:example"):
+        assert what in readme and what in [step for step, _ in steps]
+
+
+def test_fuzz_counts_are_kept(tmp_path, monkeypatch):
+    import fuzzing
+
+    monkeypatch.setenv("FUSION_PASS_FUZZ_RECORD", str(tmp_path / "fuzz.json"))
+    monkeypatch.setattr(fuzzing, "COUNTS", fuzzing.Counter(something=3))
+    written = []
+    fuzzing.report(written.append)
+    assert "something 3" in written[0]
+    assert json.loads((tmp_path / "fuzz.json").read_text())["something"]["cases"] == 3
