@@ -227,7 +227,15 @@ def launch_gathered(
     )
 
 
-def _two_lists(q, kv, indices, lengths, extra_kv, extra_indices, extra_lengths) -> tuple[_Lists, Tensor | None]:
+def _two_lists(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    extra_kv: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lengths: Tensor | None,
+) -> tuple[_Lists, Tensor | None]:
     """Key lists of one or two pools as the kernel reads them, and the second pool if it is used."""
     tokens = indices.shape[0]
     # no column is read where there is none: any non-empty tensor of the right dtype stands in
