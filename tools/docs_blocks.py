@@ -105,6 +105,13 @@ def benchmarks(*names: str) -> str:
     return "\n\n".join(parts)
 
 
+def variants() -> str:
+    """Tables of the variants that were measured on the way to the Hopper kernels."""
+    kept = json.loads((RESULTS / "hopper_variants_sweep.json").read_text())
+    parts = kept["parts"].items()
+    return "\n\n".join(_result({"benchmark": n, "environment": kept["environment"], "rows": rows}) for n, rows in parts)
+
+
 def _result(values: dict[str, Any]) -> str:
     env, rows = values["environment"], values["rows"]
     title = (f"**{values['benchmark']}** on {env.get('gpu', 'an unnamed device')}, torch {env.get('torch', '?')}, "
@@ -276,6 +283,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
     "errors": errors, "compiled": compiled, "versions": versions, "fuzz": fuzz, "newcomer": newcomer,
     "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
+    "variants": variants,
 }
 _BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)
 

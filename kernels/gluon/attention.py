@@ -106,6 +106,7 @@ def _launch(
     splits: int = 1,
     causal: bool = False,
     window: int = 0,
+    pdl: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512]."""
@@ -165,6 +166,7 @@ def _launch(
         cos.shape[0] if rope else 1,
         total,
         scales.shape[-1] // (4 if packed else 1) if scales is not None else 0,
+        int(pdl),
         int(tuning_data.release_early(tokens * heads, splits)),
         HEADS=heads,
         PER_GROUP=heads // epilogue.groups,
@@ -185,6 +187,7 @@ def _launch(
         BATCHED=batches > 1,
         ROPE_SHARED=rope and cos.shape[0] != total,
         num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
         **(TUNING | (tuning or {})),
     )
 
@@ -203,6 +206,7 @@ def launch_gathered(
     extra_lengths: Tensor | None = None,
     splits: int = 1,
     token0: int = 0,
+    pdl: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """Attention of q [T, H, 512] over rows of kv [N, 512] (and extra_kv [N2, 512]) given by index lists.
@@ -210,6 +214,7 @@ def launch_gathered(
     indices [T, Kk] int32 or int64, negative or past the pool = invalid; lengths [T]: only the first lengths[t] columns
     count. One softmax over both pools. Writes `epilogue`; with kind "partial" its out has `splits` as leading size.
     T must be positive. With fewer than T lists these belong to the tokens from token0 on, and only those are done.
+    pdl: start while the kernel before, which must be the one that writes `kv`, finishes.
     """
     lists, extra_kv = _two_lists(q, kv, indices, lengths, extra_kv, extra_indices, extra_lengths)
     _launch(
@@ -223,6 +228,7 @@ def launch_gathered(
         token0=token0,
         tokens=indices.shape[0],
         splits=splits,
+        pdl=pdl,
         tuning=tuning,
     )
 

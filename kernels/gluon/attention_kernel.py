@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
 from .attention_shared import allocate_shared
@@ -328,7 +328,7 @@ RUNTIME_INTEGERS = [
     "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
     "index_stride1", "width0", "width1", "queries", "window", "causal",
     "q_batch_stride", "q_token_stride",
-    "q_head_stride", "rope_period", "total", "padded", "release", "scale", "floor",
+    "q_head_stride", "rope_period", "total", "padded", "wait", "release", "scale", "floor",
 ]  # fmt: skip
 
 
@@ -337,7 +337,7 @@ def attention_kernel(
     q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
     scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
     width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
-    rope_period, total, padded, release,
+    rope_period, total, padded, wait, release,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -356,6 +356,8 @@ def attention_kernel(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
+    if wait != 0:
+        gdc_wait()
     if release != 0:
         gdc_launch_dependents()
     sh = allocate_shared()

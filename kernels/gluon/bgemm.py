@@ -35,6 +35,9 @@ def unsupported_reason(
         return f"K {width} is not a multiple of 512"
     if weight.shape[1] % 128:
         return f"R {weight.shape[1]} is not a multiple of 128"
+    for name, x in (("codes", codes), ("scales", scales), ("weight", weight)):
+        if x.is_contiguous() and x.data_ptr() % 16:
+            return f"{name} do not start at a multiple of 16 bytes"
     if scales.numel() * 4 >= 1 << 31 or groups * tokens >= 1 << 31:
         return "sizes beyond 32-bit offsets"
     return None

@@ -162,7 +162,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
             q, pages, page_size, indices, lengths, extra_pages, extra_indices, extra_lengths, extra_page_size
         )
         for token0, _, rows, lists in chunks:
-            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0)
+            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0, pdl=True)
 
     _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
 
