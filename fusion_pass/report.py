@@ -108,11 +108,17 @@ class Report:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values with ``schema_version``; :meth:`from_dict` is the inverse."""
+        """Plain values with ``schema_version``; :meth:`from_dict` is the inverse. Near misses and gated chains carry an
+        ``advice`` as well: what to do about them."""
         values: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         values.update(dataclasses.asdict(self))
         for chain in (*values["fused"], *values["gated"]):
             chain["roles"] = list(chain["roles"])
+        from .advice import advice  # late: it reads the classes of this module
+
+        entries: list[NearMiss | GatedChain] = [*self.near_misses, *self.gated]
+        for written, entry in zip((*values["near_misses"], *values["gated"]), entries):
+            written["advice"] = advice(entry)
         return values
 
     def to_json(self, indent: int | None = None) -> str:
@@ -128,8 +134,8 @@ class Report:
             raise ValueError(f"Report.from_dict: expected schema_version {SCHEMA_VERSION}, got {version!r}")
         return cls(
             fused=[FusedChain(**chain) for chain in rest.pop("fused")],
-            gated=[GatedChain(**chain) for chain in rest.pop("gated")],
-            near_misses=[NearMiss(**miss) for miss in rest.pop("near_misses")],
+            gated=[GatedChain(**_without_advice(chain)) for chain in rest.pop("gated")],
+            near_misses=[NearMiss(**_without_advice(miss)) for miss in rest.pop("near_misses")],
             details=[GraphDetail.from_dict(detail) for detail in rest.pop("details", [])],
             **rest,
         )
@@ -190,6 +196,10 @@ def _quant(chain: FusedChain) -> str:
     if chain.quant is None:
         return ""
     return f" [{chain.quant} scales" + (f", 1x{chain.group}]" if chain.group else "]")
+
+
+def _without_advice(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != "advice"}
 
 
 def _plural(count: int, one: str, many: str) -> str:

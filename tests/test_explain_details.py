@@ -175,3 +175,23 @@ def test_the_place_is_the_users_own():
     assert source_line(node) == "/home/me/model.py:7"
     node.meta["stack_trace"] = text.replace("/home/me/model.py", "/site-packages/torch/x.py")
     assert source_line(node) == f"{layer}:113"
+
+
+def test_text_has_estimates_advice_and_on_demand_the_graphs(report):
+    from fusion_pass.explain_text import text
+
+    short, long = text(report), text(report, graphs=True)
+    assert short.startswith(str(report)) and len(long.splitlines()) > len(short.splitlines()) + 20
+    assert re.search(r"chain 0  launches \d+ to \d+ before, \d+ after; memory traffic [\d.]+ MiB before", short)
+    assert re.search(r"outside of the chains \d+% of [\d.]+ MFLOP and \d+% of", short)
+    assert "fusion_pass.attention_rope(" in long and "fusion_pass.attention_rope(" not in short
+    plain = text(Report(near_misses=[NearMiss(role="fmha", reason="values come from a: they are not the same rows")]))
+    assert "to fix     fmha: The fused attention reads one latent row" in plain and "estimates" not in plain
+
+
+def test_json_says_what_to_do():
+    report = Report(near_misses=[NearMiss(role="fmha", reason="they are not the same rows")],
+                    gated=[GatedChain(roles=("inverse_rope", "bgemm"), gate="float64: would lose precision")])
+    values = report.to_dict()
+    assert "pass the same tensor to both" in values["near_misses"][0]["advice"]
+    assert "bf16" in values["gated"][0]["advice"] and Report.from_dict(values) == report

@@ -33,7 +33,6 @@ def steps(folder: Path) -> list[tuple[str, list[str] | None]]:
         ('pip install -e ".[hf]"', [python, "-m", "pip", "install", "--quiet", "-e", ".[hf]"]),
         ("python -m fusion_pass explain examples/plain_attention.py:example",
          [python, "-m", "fusion_pass", "explain", "examples/plain_attention.py:example"]),
-        ("python -m fusion_pass demo", [python, "-m", "fusion_pass", "demo"]),
     ]
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..explain import explain
 from ..explain_html import page
+from ..explain_text import text
 from ..report import Report
 from .console import step
 from .target import UsageError, load
@@ -33,7 +34,7 @@ def run(arguments: Namespace) -> int:
             print(f"explain: cannot write {arguments.html}: {error.strerror}", file=sys.stderr)
             return 2
         print(f"wrote {arguments.html}", file=sys.stderr)
-    print(report.to_json(indent=2) if arguments.json else report)
+    print(report.to_json(indent=2) if arguments.json else text(report, graphs=arguments.graphs))
     return 0 if report.fused else 1
 
 

@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("target", metavar="MODULE:FUNCTION")
     explain.add_argument("--dynamic", action="store_true", help="capture with dynamic shapes")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    explain.add_argument("--graphs", action="store_true", help="print every chain's sub-graph before and after")
     explain.add_argument("--html", metavar="FILE", help="write the report as one self-contained HTML page as well")
 
     listing = commands.add_parser("list-patterns", help="the roles, the declared library ops, what is registered")
