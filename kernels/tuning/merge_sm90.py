@@ -3,15 +3,16 @@
 """Measured layouts of the split-KV merge on NVIDIA H200; written by ``python -m benchmarks._tune_merge``, not by hand.
 
 One line per measured point: by (element size of the partials, epilogue), rows, partials: for every KvSplit the fastest
-layout as (microseconds, channels per CTA, warps, unroll, whole-unroll limit).
+layout as (microseconds, channels per CTA, warps, unroll, whole-unroll limit[, batch of the unrolled form]).
 """
 
 DEVICE = "NVIDIA H200"
 HEAD_DIM = 512
 # Largest number of rows at which programmatic dependent launch was faster at every measured count of partials.
-PDL_MAX_ROWS = 0
+PDL_MAX_ROWS = 512
 
-MEASURED = {
+Entry = tuple[float, ...]
+MEASURED: dict[tuple[int, bool], dict[int, dict[int, dict[int, Entry]]]] = {
     (2, False): {
         128: {
             4: {1: (3.232, 256, 1, 8, 18), 2: (3.264, 512, 2, 4, 16), 4: (3.264, 256, 1, 2, 8)},
@@ -239,7 +240,7 @@ MEASURED = {
 }
 
 
-def measured(element_size: int, epilogue: bool) -> dict[int, dict[int, dict[int, tuple[float, int, int, int, int]]]]:
-    """{rows: {partials: {KvSplit: (us, width, warps, unroll, unroll_limit)}}} for one kind of merge; {} = not
+def measured(element_size: int, epilogue: bool) -> dict[int, dict[int, dict[int, Entry]]]:
+    """{rows: {partials: {KvSplit: (us, width, warps, unroll, unroll_limit[, batch])}}} for one kind of merge; {} = not
     measured."""
     return MEASURED.get((element_size, epilogue), {})
