@@ -321,6 +321,16 @@ def fuzz() -> str:
             + f"\n\nFound and fixed, each with a regression test ({len(faults)}):\n\n" + "\n".join(faults))
 
 
+def soak() -> str:
+    """Decode steps through one CUDA graph that were compared with eager calls (docs/soak.json, printed by the test)."""
+    made = _kept("soak", "python -m pytest -s tests/kernels/test_soak.py -m gpu")
+    if isinstance(made, str):
+        return made
+    rows = ([row["form"], str(row["tokens"]), str(row["steps"]), str(row["different"])] for row in made["rows"])
+    return (f"`{made['test']}` on {made['device']}, torch {made['torch']}, {made['date']}:\n\n"
+            + _table(["cache", "tokens", "steps", "steps that differ from eager"], rows))
+
+
 def newcomer() -> str:
     """Seconds of the newcomer's path (docs/newcomer.json, by tools/newcomer.py)."""
     made = _kept("newcomer", "python tools/newcomer.py --record")
@@ -333,7 +343,8 @@ def newcomer() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
-    "errors": errors, "compiled": compiled, "versions": versions, "fuzz": fuzz, "newcomer": newcomer,
+    "errors": errors, "compiled": compiled, "versions": versions, "fuzz": fuzz, "soak": soak,
+    "newcomer": newcomer,
     "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
     "variants": variants, "targets": targets,
 }
