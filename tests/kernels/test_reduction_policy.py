@@ -211,7 +211,7 @@ def test_policy_needs_neither_triton_nor_a_device():
 
 
 def test_shipped_table_against_the_committed_measurements():
-    """At every measured point of the merge table the policy takes a form within 5 % of the best one there, and no slower
+    """At every measured point of the merge table the policy takes a form within 5 % of the best one, and no slower
     than the best serial form."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "merge.json"
     points: dict[tuple, dict[str, float]] = {}
