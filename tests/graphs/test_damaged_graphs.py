@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Malformed and merely unusual graphs: real chains with random damage. ``rewrite`` must never raise, never leave a
-graph that FX's lint refuses, and never change what a graph computes that still runs.
+graph that FX's lint refuses, and never change what a graph computes that still runs (with metadata that is missing, or
+true).
 """
 
 import copy
@@ -190,7 +191,7 @@ def test_damaged_graphs(name, seed, many, kinds):
         tried("damaged graphs that the pass gave up on")
     if truthful and runs:
         assert not failures, failures
-    if want is None:
+    if want is None or not truthful:  # nobody can tell that metadata lies, and the pass reads nothing else
         return
     got = results(gm, args)
     assert len(got) == len(want)
