@@ -229,13 +229,14 @@ HEAD_DIM = 512
 # Largest number of rows at which programmatic dependent launch was faster at every measured count of partials.
 PDL_MAX_ROWS = {pdl}
 
-MEASURED = {{
+Entry = tuple[float, ...]
+MEASURED: dict[tuple[int, bool], dict[int, dict[int, dict[int, Entry]]]] = {{
 '''
 
 FOOTER = '''}
 
 
-def measured(element_size: int, epilogue: bool) -> dict[int, dict[int, dict[int, tuple]]]:
+def measured(element_size: int, epilogue: bool) -> dict[int, dict[int, dict[int, Entry]]]:
     """{rows: {partials: {KvSplit: (us, width, warps, unroll, unroll_limit[, batch])}}} for one kind of merge; {} = not
     measured."""
     return MEASURED.get((element_size, epilogue), {})

@@ -30,6 +30,16 @@ def op_calls(x: AttentionInputs, groups: int) -> dict[str, harness.Call]:
     }
 
 
+def paged_call(x: AttentionInputs, pages: torch.Tensor, extra_pages: torch.Tensor, groups: int) -> harness.Call:
+    """Our op over FP8 pages of both pools."""
+    size = inputs.PAGE_ROWS
+    return partial(
+        torch.ops.fusion_pass.attention_paged_fp8_rope_quant,
+        x.q, pages, x.indices, x.sink, x.cos, x.sin, x.scale, groups, size, 128, "ue8m0", 1e-10, False,
+        extra_pages=extra_pages, extra_indices=x.extra_indices, extra_page_size=size,
+    )  # fmt: skip
+
+
 def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harness.Call]]:
     """Calls of every variant over rotating pools and queries."""
     import fusion_pass.kernels.ops  # noqa: F401  (registers the ops)
@@ -39,12 +49,16 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
     xs = [inputs.attention_inputs(shape, tokens, *pools[i % 3]) for i in range(count)]
     each = [op_calls(x, shape.groups) for x in xs]
     calls = {name: [one[name] for one in each] for name in each[0]}
+    pages = [tuple(inputs.fp8_pages(kv) for kv in p) for p in pools] if tokens <= 256 else []
+    if pages:
+        calls["fusion_pass, FP8 KV, inverse RoPE + FP8"] = [
+            paged_call(x, *pages[i % 3], shape.groups) for i, x in enumerate(xs)
+        ]
     mla = peers.flash_mla() if use_peers else None
     if mla is not None:
         joined = [torch.cat(p) for p in pools]
         calls["FlashMLA, bf16 KV"] = [peers.flash_mla_bf16(mla, x, joined[i % 3]) for i, x in enumerate(xs)]
-        if tokens <= 256:
-            pages = [tuple(inputs.fp8_pages(kv) for kv in p) for p in pools]
+        if pages:
             calls["FlashMLA, FP8 KV"] = [peers.flash_mla_fp8(mla, x, *pages[i % 3]) for i, x in enumerate(xs)]
     return calls
 
@@ -66,7 +80,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 row = {"shape": name, "T": tokens, "variant": variant, **timing.row()}
                 row["TFLOP/s"] = round(flops / timing.us * 1e-6, 1)
                 row["roofline"] = round(harness.roofline(timing.us, nbytes=moved, flops=flops, peaks=peaks), 3)
-                if variant.startswith("fusion_pass"):
+                if variant.startswith("fusion_pass") and "FP8 KV" not in variant:
                     row["epilogue cost"] = round(1 / harness.ratio(plain, timing) - 1, 4)
                 rows.append(row)
             harness.free()

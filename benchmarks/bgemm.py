@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
 from benchmarks import harness, inputs, peers
 from benchmarks.shapes import SHAPES, Shape, rotation
@@ -14,36 +18,59 @@ from benchmarks.shapes import SHAPES, Shape, rotation
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
+READ = "weight read"
+STREAMING = 16  # tokens up to which the weight's stream is what there is to beat
+READ_SHAPES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8))  # (words, warps) per program; the fastest is the ceiling
+
+
+@triton.jit
+def _read(words, BLOCK: tl.constexpr):
+    """Reads every word; the store, which keeps the compiler from dropping the loads, practically never happens."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(words + place)
+    tl.store(words + place, value, mask=value == 0x7F7F7F7F)
+
+
+def read_bytes(x: Tensor, block: int, warps: int) -> None:
+    """Read a contiguous tensor once, nothing else: the ceiling of a kernel that streams it."""
+    words = x.view(torch.int32).view(-1)
+    _read[(words.numel() // block,)](words, BLOCK=block, num_warps=warps)
+
+
 def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harness.Call]]:
     """Calls of every variant on rotating weights; all results are checked against float32 first."""
     import fusion_pass.kernels.ops  # noqa: F401  (registers the ops)
     from fusion_pass.kernels.gluon import bgemm as hopper
+    from fusion_pass.kernels.gluon.gate import hopper_reason
+    from fusion_pass.kernels.tuning import bgemm as tuning
 
     groups, rank, width = shape.groups, shape.rank, shape.group_width
     count = rotation(groups * rank * width, target=420e6)
     weights = [inputs.projection(shape) for _ in range(count)]
     codes, scales = inputs.quantised_rows(groups, tokens, width)
     out = torch.empty(tokens, groups, rank, device="cuda", dtype=torch.bfloat16)
-    calls: dict[str, list[harness.Call]] = {}
     op = torch.ops.fusion_pass.fp8_bgemm
-    calls["fusion_pass"] = [partial(op, codes, scales, w.weight, w.scales) for w in weights]
+    calls: dict[str, list[harness.Call]] = {
+        "fusion_pass": [partial(op, codes, scales, w.weight, w.scales) for w in weights]
+    }
     first = weights[0]
-    reason = hopper.unsupported_reason(
-        codes, scales, first.weight, first.scales, block=128, weight_block=128, out_dtype=out.dtype
-    )
-    if reason is None:
-        calls["fusion_pass, Hopper kernel"] = [
-            partial(hopper.launch, codes, scales, w.weight, w.scales, out) for w in weights
-        ]
     module = peers.deep_gemm() if use_peers else None
     if module is not None:
         calls["DeepGEMM"] = [peers.deep_gemm_bgemm(module, codes, scales, w.weight, w.scales, out) for w in weights]
+    form = tuning.hopper_form(tokens, groups * rank, torch.cuda.get_device_properties(0).multi_processor_count)
+    if form.ordered and hopper_reason(codes.device) is None:
+        plain = replace(form, ordered=False)
+        calls["fusion_pass, unordered products"] = [
+            partial(hopper.launch, codes, scales, w.weight, w.scales, out, form=plain) for w in weights
+        ]
+    for block, warps in READ_SHAPES if tokens <= STREAMING else ():
+        calls[f"{READ} {block}, {warps}"] = [partial(read_bytes, w.weight, block, warps) for w in weights]
     x = torch.randn(groups, tokens, width, device="cuda", dtype=torch.bfloat16)
     wide = [torch.randn(groups, rank, width, device="cuda", dtype=torch.bfloat16).mT for _ in range(max(2, count // 2))]
     calls["torch.bmm, bf16"] = [partial(torch.bmm, x, w) for w in wide]
     reference = dequantised_product(codes, scales, first)
     for name, variant in calls.items():
-        if name.startswith("torch"):
+        if name.startswith(("torch", READ)):
             continue
         result = variant[0]()
         error = harness.norm_error(out if result is None else result, reference)
@@ -70,8 +97,15 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         weight_bytes = shape.groups * shape.rank * shape.group_width
         for tokens in args.tokens or TOKENS:
             timings = harness.time_interleaved(variants(shape, tokens, not args.no_peers), replays=args.replays)
+            reads = [name for name in timings if name.startswith(READ)]
+            read = min((timings.pop(name) for name in reads), key=lambda timing: timing.us, default=None)
+            if read is not None:
+                timings[READ] = read
             flops = 2.0 * tokens * weight_bytes
             for variant, timing in timings.items():
+                if variant == READ:
+                    rows.append({"shape": name, "T": tokens, "variant": variant, **timing.row(), "bytes": weight_bytes})
+                    continue
                 wide = variant.startswith("torch")
                 moved = weight_bytes * (2 if wide else 1) + tokens * shape.groups * (
                     shape.group_width * (2 if wide else 1) + 2 * shape.rank
@@ -81,6 +115,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 )
                 row = {"shape": name, "T": tokens, "variant": variant, **timing.row(), "roofline": round(fraction, 3)}
                 row |= {"bytes": moved, "flops": flops}
+                if read is not None:
+                    row[f"{READ} / this"] = round(harness.ratio(read, timing), 3)
                 if "DeepGEMM" in timings:
                     row["DeepGEMM / this"] = round(harness.ratio(timings["DeepGEMM"], timing), 3)
                 rows.append(row)

@@ -49,6 +49,11 @@ class Contraction:
         shape = (len(index), len(k))
         return self.lhs_at(rows, columns).expand(shape), self.rhs_at(rows, columns).expand(shape)
 
+    def in_order(self) -> bool:
+        """Do the left operand's elements follow one another, from the first k to the last?"""
+        read = self.indices(torch.zeros(1, dtype=torch.int64))[0][0]
+        return bool((read.diff() == 1).all())
+
 
 def contraction(node: fx.Node, sizes: Sizes) -> Contraction | None:
     """Describe ``node`` as a contraction, or None."""

@@ -288,6 +288,27 @@ def _cumsum(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor
 
 
 
+def _vector_norm(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    order = args_of(node)[1] if len(args_of(node)) > 1 else 2
+    dims, _ = _dims_of(engine, node, 2)
+    keepdim = bool(args_of(node)[3]) if len(args_of(node)) > 3 else bool(kwargs_of(node).get("keepdim", False))
+    unique, where = torch.unique(index, return_inverse=True)
+    rows = engine.rows(node, args_of(node)[0], dims, keepdim, unique)
+    return torch.linalg.vector_norm(rows, float(order), 1)[where]
+
+
+def _aminmax(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> torch.Tensor:
+    rank = len(engine.sizes.shape(args_of(node)[0]))
+    dim, keepdim = kwargs_of(node).get("dim"), bool(kwargs_of(node).get("keepdim", False))
+    unique, where = torch.unique(index, return_inverse=True)
+    rows = engine.rows(node, args_of(node)[0], list(range(rank)) if dim is None else [dim % rank], keepdim, unique)
+    return (rows.amin(1) if which == 0 else rows.amax(1))[where]
+
+
+def _frexp(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> torch.Tensor:
+    return widen(torch.frexp(engine.values(args_of(node)[0], index))[which])
+
+
 def _total(function: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
     def rule(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
         rank = len(engine.sizes.shape(args_of(node)[0]))
@@ -309,7 +330,8 @@ RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = 
     aten.mean.dim: _reduction(lambda r: r.to(torch.float64).mean(1)), aten.mean.default: _total(lambda r: r.mean(1)),
     aten.amax.default: _reduction(lambda r: r.amax(1)), aten.amin.default: _reduction(lambda r: r.amin(1)),
     aten.max.default: _total(lambda r: r.amax(1)), aten.min.default: _total(lambda r: r.amin(1)),
-    aten.logsumexp.default: _reduction(_logsumexp), aten.prod.dim_int: _reduction(lambda r: r.prod(1)),
+    aten.linalg_vector_norm.default: _vector_norm, aten.logsumexp.default: _reduction(_logsumexp),
+    aten.prod.dim_int: _reduction(lambda r: r.prod(1)),
     aten.any.dim: _reduction(lambda r: (r != 0).any(1)), aten.all.dim: _reduction(lambda r: (r != 0).all(1)),
     aten.any.dims: _reduction(lambda r: (r != 0).any(1)), aten.all.dims: _reduction(lambda r: (r != 0).all(1)),
     aten.any.default: _total(lambda r: (r != 0).any(1)), aten.all.default: _total(lambda r: (r != 0).all(1)),
@@ -321,7 +343,7 @@ RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = 
     aten.scaled_dot_product_attention.default: lambda e, n, i: _sdpa(e, n, 0, i),
 }
 TUPLE_RULES: dict[object, Callable[[Numeric, fx.Node, int, torch.Tensor], torch.Tensor]] = {
-    aten.max.dim: _max_dim, aten.min.dim: _max_dim,
+    aten.max.dim: _max_dim, aten.min.dim: _max_dim, aten.aminmax.default: _aminmax, aten.frexp.Tensor: _frexp,
 }
 for _name in ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
               "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..fx_access import args_of, kwargs_of
 from .contractions import contraction
@@ -22,6 +23,7 @@ from .sizes import Sizes
 
 aten = torch.ops.aten
 SMALL_CONTRACTION = 4
+SIGNS_LIMIT = 4096      # elements of a constant that is looked at
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ class Symbolic:
 
     def _compute(self, node: fx.Node, index: torch.Tensor) -> list[Value]:
         if node in self.leaves or node.op != "call_function":
-            return self._atoms(node, index)
+            signs = None if node in self.leaves else _signs(node)
+            return self._atoms(node, index) if signs is None else [Poly.number(v) for v in signs[index].tolist()]
         self.sizes.seen.add(node)
         if node.target in (aten.view_as_complex.default, aten.view_as_complex_copy.default):
             pairs = self.values(args_of(node)[0], torch.stack([index * 2, index * 2 + 1], 1).flatten())
@@ -214,6 +217,20 @@ def _part(value: Value, part: str) -> Poly:
     return value.re if part == "re" else value.im
 
 
+def _signs(node: fx.Node) -> torch.Tensor | None:
+    """The values of a tensor literal of the source that holds -1, 0 and 1 only: signs, to be multiplied out. (Any other
+    constant is a table and stays an atom.)"""
+    if node.op == "get_attr" and "_tensor_constant" in str(node.target):
+        value = getattr(node.graph.owning_module, str(node.target), None)
+    else:
+        value = node.meta.get("lifted_constant")
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.is_complex() or not (
+            0 < value.numel() <= SIGNS_LIMIT) or isinstance(value, FakeTensor):
+        return None
+    flat = value.detach().flatten().double()
+    return flat if bool(((flat == 0) | (flat.abs() == 1)).all()) else None
+
+
 Rule = Callable[[Symbolic, fx.Node, torch.Tensor], list[Value] | None]
 
 
@@ -244,6 +261,14 @@ def _mul_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Valu
             _has_leaf(value, engine.leaves) for value in (*a[:1], *b[:1])):
         return None
     return [_multiply(x, y) for x, y in zip(a, b)]
+
+
+def _addcmul(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
+    whole = [engine.operand(node, argument, index) for argument in args_of(node)[:3]]
+    if any(values is None for values in whole):
+        return None
+    factor = float(engine.sizes.number(kwargs_of(node).get("value", 1)))
+    return [_add(a, _multiply(b, c), factor) for a, b, c in zip(*(values or [] for values in whole))]
 
 
 def _is_scale(engine: Symbolic, argument: object) -> bool:
@@ -333,7 +358,7 @@ _POINTWISE: dict[Any, Rule] = {
     aten.real.default: _unary(lambda v: v.re if isinstance(v, Complex) else v),
     aten.imag.default: _unary(lambda v: v.im if isinstance(v, Complex) else Poly.number(0.0)),
     aten.cos.default: _trigonometric(False), aten.sin.default: _trigonometric(True), aten.polar.default: _polar,
-    aten.complex.default: _complex, aten.where.self: _where,
+    aten.complex.default: _complex, aten.where.self: _where, aten.addcmul.default: _addcmul,
 }
 
 

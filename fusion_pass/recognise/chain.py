@@ -193,7 +193,8 @@ class ChainFinder:
             if isinstance(found, Refused):
                 return found
             chain.quantisation = found
-            if len(anchors) == 1 and found.scales is None and rotation.node is anchors[0].operand:
+            if len(anchors) == 1 and found.scales is None and rotation.node is anchors[0].operand and (
+                    anchors[0].contraction.in_order()):
                 chain.weight = recognise_fp8_weight(anchors[0].contraction, grouping.groups, self.sizes,
                                                     self.follower)
         return self._covered(self.with_attention(chain))

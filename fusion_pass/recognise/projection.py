@@ -59,10 +59,12 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
         return Refused("bgemm", "the contraction runs over more than the rotated output", node)
     dim = rotation.head_dim
     per_group = found.extent // dim
-    heads = only.index[::dim]
+    # An einsum over heads and channels may run through them in any order: it stays as it is, so only the set counts.
+    read = only.index.sort().values
+    heads = read[::dim]
     stride_here = int(heads[1] - heads[0]) if per_group > 1 else 0
-    expected = int(only.index[0]) + torch.arange(found.extent) // dim * stride_here + torch.arange(found.extent) % dim
-    if not bool((only.index == expected).all()):
+    expected = int(read[0]) + torch.arange(found.extent) // dim * stride_here + torch.arange(found.extent) % dim
+    if not bool((read == expected).all()):
         return Refused("bgemm", "the contraction does not run over the channels of neighbouring heads", node)
     fixed = [a for a in rotation.axes if not a.is_token]
     if per_group == 1:

@@ -74,11 +74,24 @@ class Cones:
                 flags |= self._flags[operand]
             if is_eight_bit_cast(here) and dtype_of(here) in FP8:
                 flags |= 1
-            if here.target in ABS_MAX and _is_absolute(here.args[0]):
+            if _is_largest_magnitude(here):
                 flags |= 2
             self._flags[here] = flags
             stack.pop()
         return self._flags[node]
+
+
+def _is_largest_magnitude(node: fx.Node) -> bool:
+    """max |x|: of absolute values, as a norm, or as the larger of max x and -min x."""
+    if node.target is aten.linalg_vector_norm.default:
+        return len(node.args) > 1 and node.args[1] in (float("inf"), "inf")
+    if node.target is aten.aminmax.default:
+        return True
+    if node.target not in ABS_MAX:
+        return False
+    source = node.args[0]
+    return _is_absolute(source) or (isinstance(source, fx.Node) and any(
+        user.target in (aten.amin.default, aten.min.dim, aten.min.default) for user in source.users))
 
 
 def _is_absolute(node: object) -> bool:

@@ -10,17 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..tuning import attention as tuning_data
 from .gate import HEAD_DIM
 
 TILE = 64
 LOG2E = 1.4426950408889634
 KINDS = {"plain": 0, "rope": 1, "quant": 2, "partial": 3}
-LIST_BYTES = 64 << 20  # of temporary key lists of a dense mask
-_LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if LIST_BYTES allows
+_LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if mask_lists.WORKSPACE_BYTES allows
 
 # Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
-TUNING = {"OUTSTANDING": 1, "CONSUMER_REGISTERS": 224, "PRODUCER_REGISTERS": 72}
+TUNING = {
+    "OUTSTANDING": 1,
+    "CONSUMER_REGISTERS": 224,
+    "PRODUCER_REGISTERS": 72,
+}
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ def _launch(
     splits: int = 1,
     causal: bool = False,
     window: int = 0,
+    pdl: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512]."""
@@ -161,6 +166,8 @@ def _launch(
         cos.shape[0] if rope else 1,
         total,
         scales.shape[-1] // (4 if packed else 1) if scales is not None else 0,
+        int(pdl),
+        int(tuning_data.release_early(tokens * heads, splits)),
         HEADS=heads,
         PER_GROUP=heads // epilogue.groups,
         HALF=cos.shape[1] if rope else 32,
@@ -180,6 +187,7 @@ def _launch(
         BATCHED=batches > 1,
         ROPE_SHARED=rope and cos.shape[0] != total,
         num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
         **(TUNING | (tuning or {})),
     )
 
@@ -198,6 +206,7 @@ def launch_gathered(
     extra_lengths: Tensor | None = None,
     splits: int = 1,
     token0: int = 0,
+    pdl: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """Attention of q [T, H, 512] over rows of kv [N, 512] (and extra_kv [N2, 512]) given by index lists.
@@ -205,7 +214,35 @@ def launch_gathered(
     indices [T, Kk] int32 or int64, negative or past the pool = invalid; lengths [T]: only the first lengths[t] columns
     count. One softmax over both pools. Writes `epilogue`; with kind "partial" its out has `splits` as leading size.
     T must be positive. With fewer than T lists these belong to the tokens from token0 on, and only those are done.
+    pdl: start while the kernel before, which must be the one that writes `kv`, finishes.
     """
+    lists, extra_kv = _two_lists(q, kv, indices, lengths, extra_kv, extra_indices, extra_lengths)
+    _launch(
+        q.unsqueeze(0),
+        kv,
+        sink,
+        scale,
+        epilogue,
+        lists=lists,
+        extra_kv=extra_kv,
+        token0=token0,
+        tokens=indices.shape[0],
+        splits=splits,
+        pdl=pdl,
+        tuning=tuning,
+    )
+
+
+def _two_lists(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    extra_kv: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_lengths: Tensor | None,
+) -> tuple[_Lists, Tensor | None]:
+    """Key lists of one or two pools as the kernel reads them, and the second pool if it is used."""
     tokens = indices.shape[0]
     # no column is read where there is none: any non-empty tensor of the right dtype stands in
     width = indices.shape[1] if kv.numel() else 0
@@ -220,19 +257,7 @@ def launch_gathered(
         lists = _Lists(indices, lists.width, lengths, None, second, second.shape[1], extra_lengths)
     else:
         extra_kv = None
-    _launch(
-        q.unsqueeze(0),
-        kv,
-        sink,
-        scale,
-        epilogue,
-        lists=lists,
-        extra_kv=extra_kv,
-        token0=token0,
-        tokens=tokens,
-        splits=splits,
-        tuning=tuning,
-    )
+    return lists, extra_kv
 
 
 def launch_dense(
@@ -251,7 +276,7 @@ def launch_dense(
     """Attention of q [B, S, H, 512] over kv [B or 1, N, 512] with causality, sliding window and mask [B or 1, S, N].
 
     A mask is turned into lists of the visible keys, a chunk of queries at a time, so that the work is proportional to
-    what is attended and the temporary lists stay within LIST_BYTES. B * S must be positive.
+    what is attended and the temporary lists stay within mask_lists.WORKSPACE_BYTES. B * S must be positive.
     """
     batches, queries, heads, _ = q.shape
     total = batches * queries
@@ -271,13 +296,13 @@ def launch_dense(
             tuning=tuning,
         )
         return
-    from ..triton.mask_lists import visible_key_lists
+    from ..triton.mask_lists import rows_per_pass, visible_key_lists
 
     additive = mask.dtype != torch.bool
     width = keys + keys % 2
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    per_row = width * (4 + (mask.element_size() if additive else 0))
-    chunk = min(total, _LIST_WAVES * sms, max(1, LIST_BYTES // per_row // sms) * sms)
+    per_key = 4 + (mask.element_size() if additive else 0)
+    chunk = min(total, _LIST_WAVES * sms, max(1, rows_per_pass(width, per_key) // sms) * sms)
     index = torch.empty(chunk, width, dtype=torch.int32, device=q.device)
     bias = torch.empty(chunk, width, dtype=mask.dtype, device=q.device) if additive else None
     length = torch.empty(chunk, dtype=torch.int32, device=q.device)
@@ -287,12 +312,12 @@ def launch_dense(
             mask,
             token0,
             tokens,
-            kv_batches=kv.shape[0],
             causal=causal,
             window=window,
             index=index,
             bias=bias,
             length=length,
+            key_stride_batch=keys if kv.shape[0] > 1 else 0,
         )
         lists = _Lists(index, keys, length, bias)
         _launch(q, kv, sink, scale, epilogue, lists=lists, token0=token0, tokens=tokens, splits=splits, tuning=tuning)

@@ -26,6 +26,20 @@ from .hopper import (
     per_row,
 )
 
+# Even (or odd) elements of the pairs of an accumulator [64, 128]: what splitting it gives.
+PAIR_LAYOUT = gl.constexpr(
+    gl.SliceLayout(
+        2,
+        gl.DistributedLinearLayout(
+            reg_bases=[[0, 0, 1], [8, 0, 0], [0, 4, 0], [0, 8, 0], [0, 16, 0], [0, 32, 0]],
+            lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+            warp_bases=[[16, 0, 0], [32, 0, 0]],
+            block_bases=[],
+            shape=[64, 64, 2],
+        ),
+    )
+)
+
 
 @aggregate
 class Output:
@@ -89,7 +103,31 @@ class Output:
         return row * HEAD_DIM
 
     @gluon.jit
-    def denominator(self, sums, maximum, block, token, split, STORE_LSE: gl.constexpr):
+    def load_sink(self, block):
+        """The sinks of a job's heads, in log2 units. Loaded early: the row's end should not wait for memory."""
+        head = block * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
+        sink = gl.full([TILE], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        if self.HAS_SINK and self.EPILOGUE != EPILOGUE_PARTIAL:
+            sink = gl.load(self.sink + head, mask=head < self.HEADS, other=float("-inf")).to(gl.float32) * LOG2E
+        return sink
+
+    @gluon.jit
+    def load_rope(self, token):
+        """(cos, sin) of the pairs of a head's last chunk, 1 and 0 where nothing is rotated."""
+        PAIRS: gl.constexpr = gl.SliceLayout(0, PAIR_LAYOUT)
+        pair = gl.arange(0, COLUMNS // 2, PAIRS) - (COLUMNS // 2 - self.HALF)
+        cos = gl.full([COLUMNS // 2], 1.0, gl.float32, PAIRS)
+        sin = gl.full([COLUMNS // 2], 0.0, gl.float32, PAIRS)
+        if self.EPILOGUE != EPILOGUE_PLAIN and self.EPILOGUE != EPILOGUE_PARTIAL:
+            row = token * self.HALF
+            if self.ROPE_SHARED:
+                row = (token % self.rope_period) * self.HALF
+            cos = gl.load(self.cos + row + pair, mask=pair >= 0, other=1.0).to(gl.float32)
+            sin = gl.load(self.sin + row + pair, mask=pair >= 0, other=0.0).to(gl.float32)
+        return cos, sin
+
+    @gluon.jit
+    def denominator(self, sums, maximum, sink, block, token, split, STORE_LSE: gl.constexpr):
         """1 / softmax denominator per row, sink included unless this is a partial, whose lse it stores instead."""
         head = block * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
         if self.EPILOGUE == EPILOGUE_PARTIAL:
@@ -97,22 +135,15 @@ class Output:
                 pointer = self.lse + (split.to(gl.int64) * self.total + token) * self.HEADS + head
                 gl.store(pointer, (maximum + gl.log2(sums)) * LN2, mask=(head < self.HEADS))
         elif self.HAS_SINK:
-            sink = gl.load(self.sink + head, mask=head < self.HEADS, other=float("-inf")).to(gl.float32)
-            sums += exp2_approx(sink * LOG2E - maximum)
+            sums += exp2_approx(sink - maximum)
         return 1.0 / gl.maximum(sums, 1e-30)
 
     @gluon.jit
-    def rotate(self, x, token):
-        """Inverse RoPE on the last 2 * HALF columns of a head, given its last chunk x[64, 128]."""
+    def rotate(self, x, cos, sin):
+        """Inverse RoPE on the last 2 * HALF columns of a head, given its last chunk x[64, 128] and `load_rope`."""
         even, odd = gl.split(gl.reshape(x, [TILE, COLUMNS // 2, 2]))
-        pair = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, even.type.layout)) - (COLUMNS // 2 - self.HALF)
-        row = token * self.HALF
-        if self.ROPE_SHARED:
-            row = (token % self.rope_period) * self.HALF
-        cos = gl.load(self.cos + row + pair, mask=pair >= 0, other=1.0).to(gl.float32)
-        sin = gl.load(self.sin + row + pair, mask=pair >= 0, other=0.0).to(gl.float32)
-        cos = gl.expand_dims(cos, 0)
-        sin = gl.expand_dims(sin, 0)
+        cos = gl.expand_dims(gl.convert_layout(cos, gl.SliceLayout(0, even.type.layout), assert_trivial=True), 0)
+        sin = gl.expand_dims(gl.convert_layout(sin, gl.SliceLayout(0, even.type.layout), assert_trivial=True), 0)
         joined = gl.join(even * cos + odd * sin, odd * cos - even * sin)
         return gl.convert_layout(gl.reshape(joined, [TILE, COLUMNS]), OUTPUT, assert_trivial=True)
 
@@ -213,11 +244,12 @@ class Output:
                 gl.store(pointer + pad * step, value * 0, mask=in_range & (token + pad < self.padded))
 
     @gluon.jit
-    def finish(self, left, right, sums, maximum, staging, block, token, split, HALF_OF_HEAD: gl.constexpr):
-        """Normalise and write one warpgroup's 256 columns, two [64, 128] accumulators."""
-        inverse = per_row(self.denominator(sums, maximum, block, token, split, HALF_OF_HEAD == 0))
+    def finish(self, left, right, sums, maximum, sink, rope, staging, block, token, split, HALF_OF_HEAD: gl.constexpr):
+        """Normalise and write one warpgroup's 256 columns, two [64, 128] accumulators; rope: of the last chunk."""
+        inverse = per_row(self.denominator(sums, maximum, sink, block, token, split, HALF_OF_HEAD == 0))
         self.chunk(left * inverse, staging, block, token, split, HALF_OF_HEAD * 2)
         x = right * inverse
         if HALF_OF_HEAD == 1 and self.EPILOGUE != EPILOGUE_PLAIN and self.EPILOGUE != EPILOGUE_PARTIAL:
-            x = self.rotate(x, token)
+            cos, sin = rope
+            x = self.rotate(x, cos, sin)
         self.chunk(x, staging, block, token, split, HALF_OF_HEAD * 2 + 1)

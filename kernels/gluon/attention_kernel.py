@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
 from .attention_shared import allocate_shared
@@ -47,6 +48,10 @@ from .hopper import (
     rescale,
 )
 
+# How the producer's threads share a chunk: four rows each keep the loop small, which is what its speed depends on (the
+# three warpgroups share one instruction cache).
+ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
 
 @gluon.jit
 def softmax_step(s, term, maximum, scale):
@@ -61,6 +66,12 @@ def softmax_step(s, term, maximum, scale):
 
 
 @gluon.jit
+def key_chunk(sh, CHUNK: gl.constexpr, z):
+    """A chunk's buffer [64 keys, 128 columns]."""
+    return sh.k.index(z + CHUNK)
+
+
+@gluon.jit
 def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constexpr):
     """Queue q_chunk @ k_chunk^T onto s, once the chunk has arrived; the first chunk of the order overwrites s.
 
@@ -68,7 +79,7 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
     over the loop and spill a kilobyte of registers per thread.
     """
     mbarrier.wait(sh.full[TILE_OF_PAIR * 4 + CHUNK], parity)
-    k = sh.k[TILE_OF_PAIR * 4 + CHUNK].index(z).permute((1, 0))
+    k = key_chunk(sh, TILE_OF_PAIR * 4 + CHUNK, z).permute((1, 0))
     return warpgroup_mma(sh.q[CHUNK].index(z), k, s, use_acc=CHUNK != 0, is_async=True)
 
 
@@ -76,7 +87,7 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
 def load_term(sh, parity, TILE_OF_PAIR: gl.constexpr):
     """Additive scores of a tile's keys, which the producer leaves in shared memory."""
     mbarrier.wait(sh.terms_ready[TILE_OF_PAIR], parity)
-    return sh.terms[TILE_OF_PAIR].load(gl.SliceLayout(0, SCORES))
+    return sh.terms.index(TILE_OF_PAIR).load(gl.SliceLayout(0, SCORES))
 
 
 @gluon.jit
@@ -93,9 +104,9 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
     l = l * factor + gl.sum(p, 1)
     operand = gl.convert_layout(pb, PROBABILITIES)
     oa = rescale(oa, factor)
-    ta = warpgroup_mma(operand, sh.k[0].index(z), oa, is_async=True)
+    ta = warpgroup_mma(operand, key_chunk(sh, 0, z), oa, is_async=True)
     ob = rescale(ob, factor)
-    tb = warpgroup_mma(operand, sh.k[1].index(z), ob, is_async=True)
+    tb = warpgroup_mma(operand, key_chunk(sh, 1, z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[0])
     # the other tile
@@ -104,11 +115,11 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
     factor = exp2_approx(m0 - m)
     l = l * factor
     oa = rescale(oa, factor)
-    ta = warpgroup_mma(sh.p[1].index(z), sh.k[4].index(z), oa, is_async=True)
+    ta = warpgroup_mma(sh.p[1].index(z), key_chunk(sh, 4, z), oa, is_async=True)
     ob = warpgroup_mma_wait(1, deps=[tb])
     mbarrier.arrive(sh.empty[1])
     ob = rescale(ob, factor)
-    tb = warpgroup_mma(sh.p[1].index(z), sh.k[5].index(z), ob, is_async=True)
+    tb = warpgroup_mma(sh.p[1].index(z), key_chunk(sh, 5, z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[4])
     if not last:
@@ -160,12 +171,13 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
             last = j + 1 == high
             mbarrier.arrive(sh.q_empty, pred=last)
             s, term, m, l, oa, ob = left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING)
+        sink = output.load_sink(block)
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        output.finish(oa, ob, sums, m, sh.p[0], block, token, split, 0)
+        output.finish(oa, ob, sums, m, sink, (), sh.p[0], block, token, split, 0)
         done += high - low
         turn += 1
 
@@ -201,8 +213,8 @@ def consumer_right(sh, keys, jobs, output, scale):
             before = exp2_approx(m - m0)
             oa = rescale(oa, before)
             ob = rescale(ob, before)
-            ta = warpgroup_mma(sh.p[0].index(z), sh.k[2].index(z), oa, is_async=True)
-            tb = warpgroup_mma(sh.p[0].index(z), sh.k[3].index(z), ob, is_async=True)
+            ta = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 2, z), oa, is_async=True)
+            tb = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 3, z), ob, is_async=True)
             s = warpgroup_mma_wait(2, deps=[t])
             mbarrier.arrive(sh.q_empty, pred=j + 1 == high)
             m, p = softmax_step(s, term, m0, scale)
@@ -218,44 +230,71 @@ def consumer_right(sh, keys, jobs, output, scale):
             oa = warpgroup_mma_wait(1, deps=[ta])
             mbarrier.arrive(sh.empty[2])
             oa = rescale(oa, after)
-            ta = warpgroup_mma(operand, sh.k[6].index(z), oa, is_async=True)
+            ta = warpgroup_mma(operand, key_chunk(sh, 6, z), oa, is_async=True)
             ob = warpgroup_mma_wait(1, deps=[tb])
             mbarrier.arrive(sh.empty[3])
             ob = rescale(ob, after)
-            tb = warpgroup_mma(operand, sh.k[7].index(z), ob, is_async=True)
+            tb = warpgroup_mma(operand, key_chunk(sh, 7, z), ob, is_async=True)
             oa = warpgroup_mma_wait(1, deps=[ta])
             mbarrier.arrive(sh.empty[6])
             ob = warpgroup_mma_wait(0, deps=[tb])
             mbarrier.arrive(sh.empty[7])
             oa = pin(oa)
             ob = pin(ob)
+        sink = output.load_sink(block)
+        rope = output.load_rope(token)
         sh.stats[3].store(l)
         mbarrier.arrive(sh.sum_ready[1])
         mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
         mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1)
-        output.finish(oa, ob, sums, m, sh.p[1], block, token, split, 1)
+        output.finish(oa, ob, sums, m, sink, rope, sh.p[1], block, token, split, 1)
         done += high - low
         turn += 1
 
 
 @gluon.jit
-def gather_chunk(sh, pointers, valid, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constexpr):
-    """Refill one chunk once it is free. Invalid keys get zeros and read nothing, so that no pool's content can leak."""
-    mbarrier.wait(sh.empty[TILE_OF_PAIR * 4 + CHUNK], parity)
-    async_copy.async_copy_global_to_shared(
-        sh.k[TILE_OF_PAIR * 4 + CHUNK].index(0), pointers + COLUMNS * CHUNK, mask=valid
-    )
-    async_copy.mbarrier_arrive(sh.full[TILE_OF_PAIR * 4 + CHUNK], increment_count=False)
+def gather_chunk(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
+    """Refill one chunk of tile `half` of the pair once it is free. Invalid keys get zeros and read nothing, so that no
+    pool's content can leak."""
+    mbarrier.wait(sh.empty[CHUNK], parity, pred=half == 0)
+    mbarrier.wait(sh.empty[4 + CHUNK], parity, pred=half != 0)
+    async_copy.async_copy_global_to_shared(sh.k.index(half * 4 + CHUNK), pointers + COLUMNS * CHUNK, mask=valid)
+    if half == 0:
+        async_copy.mbarrier_arrive(sh.full[CHUNK], increment_count=False)
+    else:
+        async_copy.mbarrier_arrive(sh.full[4 + CHUNK], increment_count=False)
+
+
+@gluon.jit
+def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constexpr):
+    """Copy the job's queries once the last job's are no longer needed."""
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
+    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
+    batch_stride, token_stride, head_stride = q_strides  # elements / 8
+    head = block * TILE + lane
+    row = head.to(gl.int64) * head_stride
+    if BATCHED:
+        batch = token // keys.queries
+        row += batch.to(gl.int64) * batch_stride + (token - batch * keys.queries).to(gl.int64) * token_stride
+    else:
+        row += token.to(gl.int64) * token_stride
+    pointers = q + gl.expand_dims(row * 8, 1) + column
+    in_heads = gl.expand_dims(head < jobs.HEADS, 1)
+    mbarrier.wait(sh.q_empty, (turn & 1) ^ 1)
+    for chunk in gl.static_range(HEAD_DIM // COLUMNS):
+        if jobs.HEADS % TILE == 0:
+            async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk)
+        else:
+            async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk, mask=in_heads)
+    async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
 
 
 @gluon.jit
 def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    lane = gl.arange(0, TILE, gl.SliceLayout(1, WIDE))
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, WIDE)), 0)
-    batch_stride, token_stride, head_stride = q_strides  # elements / 8
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
+    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
@@ -263,28 +302,10 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
         index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
-        head = block * TILE + lane
-        q_row = head.to(gl.int64) * head_stride
-        if BATCHED:
-            batch = token // keys.queries
-            q_row += batch.to(gl.int64) * batch_stride + (token - batch * keys.queries).to(gl.int64) * token_stride
-        else:
-            q_row += token.to(gl.int64) * token_stride
-        q_row *= 8
-        q_pointers = q + gl.expand_dims(q_row, 1) + column
-        in_heads = gl.expand_dims(head < jobs.HEADS, 1)
-        mbarrier.wait(sh.q_empty, (turn & 1) ^ 1)
-        for chunk in gl.static_range(HEAD_DIM // COLUMNS):
-            if jobs.HEADS % TILE == 0:
-                async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), q_pointers + COLUMNS * chunk)
-            else:
-                async_copy.async_copy_global_to_shared(
-                    sh.q[chunk].index(0), q_pointers + COLUMNS * chunk, mask=in_heads
-                )
-        async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
+        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
         for j in range(low, high):
             parity = (done & 1) ^ 1
-            for half in gl.static_range(2):
+            for half in range(2):
                 tile = 2 * j + half
                 index = pin_int(index)
                 valid = keys.valid(index, tile, count0)
@@ -293,8 +314,9 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
                 mask = gl.expand_dims(valid, 1)
                 index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
                 gather_chunk(sh, pointers, mask, parity, half, 0)
-                sh.terms[half].store(term)  # the chunk was free, so the last pair's terms have been read
-                mbarrier.arrive(sh.terms_ready[half])
+                sh.terms.index(half).store(term)
+                mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
+                mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
                 gather_chunk(sh, pointers, mask, parity, half, 2)
                 gather_chunk(sh, pointers, mask, parity, half, 1)
                 gather_chunk(sh, pointers, mask, parity, half, 3)
@@ -304,8 +326,9 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
 
 RUNTIME_INTEGERS = [
     "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
-    "index_stride1", "width0", "width1", "queries", "window", "causal", "q_batch_stride", "q_token_stride",
-    "q_head_stride", "rope_period", "total", "padded", "scale", "floor",
+    "index_stride1", "width0", "width1", "queries", "window", "causal",
+    "q_batch_stride", "q_token_stride",
+    "q_head_stride", "rope_period", "total", "padded", "wait", "release", "scale", "floor",
 ]  # fmt: skip
 
 
@@ -313,7 +336,8 @@ RUNTIME_INTEGERS = [
 def attention_kernel(
     q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
     scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
-    width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride, rope_period, total, padded,
+    width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
+    rope_period, total, padded, wait, release,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
@@ -332,6 +356,10 @@ def attention_kernel(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
+    if wait != 0:
+        gdc_wait()
+    if release != 0:
+        gdc_launch_dependents()
     sh = allocate_shared()
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     gl.warp_specialize(

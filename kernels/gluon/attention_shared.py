@@ -11,13 +11,16 @@ from .hopper import COLUMNS, TILE, allocate_barrier
 
 @aggregate
 class Shared:
-    """Shared memory and barriers. `full`/`empty` are indexed tile * 4 + chunk."""
+    """Shared memory and barriers. `k` and the barriers `full` and `empty` are indexed tile * 4 + chunk.
+
+    Barriers are allocations of their own: an array of them would cost a barrier of the whole warpgroup per use.
+    """
 
     q: gl.tuple  # 4 x [1, 64, 128] bf16
-    k: gl.tuple  # 8 x [1, 64, 128] bf16
+    k: gl.shared_memory_descriptor  # [8, 64, 128] bf16
     p: gl.tuple  # 2 x [2, 64, 64] bf16: probabilities; all of it stages the output
     stats: gl.tuple  # 4 x [64] fp32: maxima of left and right, denominators of left and right
-    terms: gl.tuple  # 2 x [64] fp32: additive scores of the pair's tiles, invalid keys included
+    terms: gl.shared_memory_descriptor  # [2, 64] fp32: additive scores of the pair's tiles, invalid keys included
     full: gl.tuple
     empty: gl.tuple
     terms_ready: gl.tuple
@@ -28,7 +31,9 @@ class Shared:
     turn: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn):
+    def __init__(
+        self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn
+    ):  # fmt: skip
         self.q = q
         self.k = k
         self.p = p
@@ -53,22 +58,14 @@ def allocate_shared():
     q1 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
     q2 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
     q3 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
-    k0 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
-    k1 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
-    k2 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
-    k3 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
-    k4 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
-    k5 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
-    k6 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
-    k7 = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, COLUMNS], SWIZZLED)
+    k = gl.allocate_shared_memory(gl.bfloat16, [8, TILE, COLUMNS], SWIZZLED)
     p0 = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, TILE], SWIZZLED)
     p1 = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, TILE], SWIZZLED)
     s0 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s1 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s2 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s3 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
-    t0 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
-    t1 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
+    terms = gl.allocate_shared_memory(gl.float32, [2, TILE], PLAIN)
     threads: gl.constexpr = 128  # every producer thread signals its own copies
     full = (
         allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
@@ -82,6 +79,6 @@ def allocate_shared():
     p_ready = (allocate_barrier(1), allocate_barrier(1))
     sum_ready = (allocate_barrier(1), allocate_barrier(1))
     return Shared(
-        (q0, q1, q2, q3), (k0, k1, k2, k3, k4, k5, k6, k7), (p0, p1), (s0, s1, s2, s3), (t0, t1), full, empty,
-        terms_ready, p_ready, sum_ready, allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1),
+        (q0, q1, q2, q3), k, (p0, p1), (s0, s1, s2, s3), terms, full, empty, terms_ready, p_ready, sum_ready,
+        allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1),
     )  # fmt: skip

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
-"""Launcher of the Hopper FP8 grouped GEMM, the form for token counts where the tensor cores are the limit.
-
-Below MIN_TOKENS the weight read is the limit and the portable Triton kernel (swapped operands, small tiles) is faster.
-"""
+"""Launcher of the Hopper FP8 grouped GEMM."""
 
 import math
 
@@ -11,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..modes import current
+from ..tuning.bgemm import Form, hopper_form
 from .gate import hopper_reason
 
-MIN_TOKENS = 192
 TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
 
 
@@ -29,8 +26,6 @@ def unsupported_reason(
     groups, tokens, width = codes.shape
     if current().batch_invariant:
         return "batch_invariant: one kernel for every number of tokens, the portable one"
-    if tokens < MIN_TOKENS:
-        return f"{tokens} tokens: below {MIN_TOKENS} the weight-streaming kernel is faster"
     for name in ("block", "weight_block"):
         if parameters[name] != 128:
             return f"{name} {parameters[name]}; 128 only"
@@ -40,18 +35,12 @@ def unsupported_reason(
         return f"K {width} is not a multiple of 512"
     if weight.shape[1] % 128:
         return f"R {weight.shape[1]} is not a multiple of 128"
+    for name, x in (("codes", codes), ("scales", scales), ("weight", weight)):
+        if x.is_contiguous() and x.data_ptr() % 16:
+            return f"{name} do not start at a multiple of 16 bytes"
     if scales.numel() * 4 >= 1 << 31 or groups * tokens >= 1 << 31:
         return "sizes beyond 32-bit offsets"
     return None
-
-
-def choose_halves(tokens: int, groups: int, row_tiles: int, sm_count: int) -> int:
-    """Tiles of 256 tokens (2) or of 128 (1): whichever needs the smaller total of waves times work per tile."""
-    cost = {
-        halves: math.ceil(groups * row_tiles * math.ceil(tokens / (128 * halves)) / sm_count) * (halves + 0.15)
-        for halves in (1, 2)
-    }
-    return min(cost, key=cost.__getitem__)
 
 
 def launch(
@@ -61,14 +50,16 @@ def launch(
     weight_scales: Tensor,
     out: Tensor,
     *,
-    halves: int | None = None,
+    form: Form | None = None,
+    pdl: bool = True,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """out[t, g, r] = sum over k of (codes * scales)[g, t, k] * (weight * weight_scales)[g, r, k].
 
     codes [G, T, K] and weight [G, R, K] float8_e4m3fn; scales fp32 [G, K/128, M] or int32 [G, K/512, M] (four exponent
-    bytes per word, lowest block in the low byte), M >= T; weight_scales [G, R/128, K/128] fp32, float8_e8m0fnu or uint8
-    exponents; out [T, G, R] contiguous, 16-bit. T must be positive.
+    bytes per word, lowest block in the low byte), M >= T a multiple of 4; weight_scales [G, R/128, K/128] fp32,
+    float8_e8m0fnu or uint8 exponents; out [T, G, R] contiguous, 16-bit. T must be positive. pdl: start while the kernel
+    before finishes, and wait for it before any operand is read.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -79,27 +70,36 @@ def launch(
     rows = weight.shape[1]
     codes, scales, weight, weight_scales = (x.contiguous() for x in (codes, scales, weight, weight_scales))
     sms = torch.cuda.get_device_properties(codes.device).multi_processor_count
-    halves = halves or choose_halves(tokens, groups, rows // 128, sms)
-    blocks_m = math.ceil(tokens / (128 * halves))
-    count = groups * blocks_m * (rows // 128)
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    packed = scales.dtype == torch.int32
+    form = form or hopper_form(tokens, groups * rows, sms)
+    blocks_t = math.ceil(tokens / form.tokens)
+    row_tiles = rows // form.weight_rows
+    count = groups * blocks_t * row_tiles
+    bytes_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    flat_layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     byte_weights = weight_scales.element_size() == 1
     bgemm_kernel[(min(sms, count),)](
-        TensorDescriptor.from_tensor(codes.view(groups * tokens, width), [64, 128], layout),
-        TensorDescriptor.from_tensor(weight.view(groups * rows, width), [128, 128], layout),
-        scales.view(torch.int8) if packed else scales,
+        TensorDescriptor.from_tensor(codes.view(groups * tokens, width), [form.tokens, 128], bytes_layout),
+        TensorDescriptor.from_tensor(weight.view(groups * rows, width), [form.weight_rows, 128], bytes_layout),
+        TensorDescriptor.from_tensor(scales.view(-1), [max(form.tokens, 32)], flat_layout),
         weight_scales.view(torch.uint8) if byte_weights else weight_scales,
         out,
         count,
         tokens,
-        blocks_m,
+        blocks_t,
         scales.shape[-1],
-        ROW_TILES=rows // 128,
+        GROUPS=groups,
+        ROW_TILES=row_tiles,
         K_BLOCKS=width // 128,
-        HALVES=halves,
-        PACKED_X=packed,
+        TOKENS=form.tokens,
+        WEIGHT_ROWS=form.weight_rows,
+        STAGES=form.stages,
+        BLOCKS=form.blocks,
+        SWAP=form.swap,
+        PACKED_X=scales.dtype == torch.int32,
         BYTES_W=byte_weights,
+        PDL=pdl,
+        ORDERED=form.ordered,
         num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
         **(TUNING | (tuning or {})),
     )

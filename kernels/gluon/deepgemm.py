@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..modes import current
-from .bgemm import MIN_TOKENS
 from .gate import hopper_reason
 
 SWITCH = "FUSION_PASS_BGEMM"
+MIN_TOKENS = 192
 
 
 @cache
@@ -47,7 +47,7 @@ def refuses(
     if current().batch_invariant:
         return "batch_invariant: one kernel for every number of tokens, the portable one"
     if codes.shape[1] < MIN_TOKENS:
-        return f"{codes.shape[1]} tokens: below {MIN_TOKENS} the weight-streaming kernel is faster"
+        return f"{codes.shape[1]} tokens: from {MIN_TOKENS} on"
     if (block, weight_block) != (128, 128):
         return f"blocks {block}, {weight_block}; 128 only"
     if scales.dtype != torch.float32 or weight_scales.dtype != torch.float32:

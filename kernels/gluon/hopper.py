@@ -270,7 +270,10 @@ class Jobs:
         if self.SPLIT:  # runtime divisions are slow: none without need
             split = list_row // self.tokens
             list_row -= split * self.tokens
-        return job % blocks, split, list_row, self.token0 + list_row
+        block = job % blocks
+        if blocks == 1:
+            block = job >> 30  # zero, but not a constant: the compiler would keep all that it implies in registers
+        return block, split, list_row, self.token0 + list_row
 
     @gluon.jit
     def pairs(self, split, count0, count1):

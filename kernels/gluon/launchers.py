@@ -8,6 +8,8 @@ Few tokens do not fill the GPU: their keys are split, and the merge kernel runs 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,7 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
     out = epilogue.out.view(torch.uint8) if quant else epilogue.out
     decision = merging.decide(partials, None, epilogue=True)
+    decision = replace(decision, pdl=True)
     merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after)
 
 
@@ -159,7 +162,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
             q, pages, page_size, indices, lengths, extra_pages, extra_indices, extra_lengths, extra_page_size
         )
         for token0, _, rows, lists in chunks:
-            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0)
+            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0, pdl=True)
 
     _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
 

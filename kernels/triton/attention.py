@@ -7,7 +7,7 @@ One program computes BLOCK_H heads of one token (all heads share the keys, so th
     RANGE    keys first .. last - 1 of a dense tensor (causal and sliding window are a range per token)
     INDEXED  rows picked by an index list, from one pool or two; negative and out-of-range indices are masked
 
-A dense mask becomes an index list first (see :mod:`.compact`), so that masked keys cost neither loads nor products,
+A dense mask becomes an index list first (see :mod:`.mask_lists`), so that masked keys cost neither loads nor products,
 wherever they lie, and a NaN row behind a mask is never read.
 
 The maximum starts at a finite value below every admissible logit, so that rows without keys need no special case inside

@@ -16,9 +16,9 @@ from torch import Tensor
 from ..modes import current
 from ..tuning import attention as tuning
 from .attention import LOG2E, attention_kernel
-from .compact import compact_mask, rows_per_pass
 from .epilogue import quant_mode
 from .interpreter import device_of, e4m3_is_native
+from .mask_lists import rows_per_pass, visible_key_lists
 from .rope_quant import scale_pointer
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -231,7 +231,18 @@ def masked_passes(q: Tensor, keys: Keys, mask: Tensor, has_sink: bool):
         if mask.shape[0] > 1 and batch * queries <= per_pass:
             passes = [(0, batch * queries, 0, batch * queries)]
     for first_row, rows, first_token, tokens in passes:
-        indices, counts = compact_mask(mask, first_row, rows, count, keys.causal, keys.window, has_sink)
+        indices = torch.empty((rows, count), dtype=torch.int32, device=mask.device)
+        counts = torch.empty((rows,), dtype=torch.int32, device=mask.device)
+        visible_key_lists(
+            mask,
+            first_row,
+            rows,
+            causal=keys.causal,
+            window=keys.window,
+            index=indices,
+            length=counts,
+            minimum_rows=not has_sink,
+        )
         yield first_token, tokens, replace(keys, indices=indices, lengths=counts, bias=bias, causal=False, window=0)
 
 

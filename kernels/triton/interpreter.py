@@ -150,7 +150,8 @@ def decode_e4m3(code, NATIVE: tl.constexpr):
         # Exponent and mantissa in place; the factor 2**120 corrects the bias and is exact for subnormals too.
         magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
         magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
-        x = tl.where((bits & 0x80) != 0, -magnitude, magnitude)
+        # The sign as a bit: a negation is compiled to 0 - x, which has no -0.
+        x = (magnitude.to(tl.uint32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
     return x
 
 

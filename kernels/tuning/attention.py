@@ -75,3 +75,14 @@ def num_splits(tokens: int, head_blocks: int, tiles: int, sm_count: int) -> int:
     per tile. ``tiles`` counts the capacity (all columns), so that the choice holds under CUDA-graph capture."""
     programs = max(1, tokens * head_blocks)
     return max(1, min(sm_count // programs, tiles, MAX_SPLITS))
+
+
+# Hopper: rows (tokens x heads) of a split call between which the next kernel must not be let in before the attention is
+# done: its waiting programs fill the multiprocessors that the attention leaves free, and what follows starts late.
+# Measured on an H200 at 128 heads: 1 us lost at 8 tokens, nothing either way at 4 and 16, up to 2 us won elsewhere.
+LATE_RELEASE = (512, 1024)
+
+
+def release_early(rows: int, splits: int) -> bool:
+    """Whether the kernel behind the Hopper attention may be launched while that still runs."""
+    return splits == 1 or not LATE_RELEASE[0] <= rows <= LATE_RELEASE[1]

@@ -96,3 +96,47 @@ def _row(
     elif capability[0] == 9:
         table = "sm90 narrow" if weight_rows <= NARROW_ROWS else "sm90"
     return next(t for limit, t in tables[table] if tokens <= limit)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Tile of the warp-specialised Hopper kernel: 16, 32 (swap) or 64, 128, 256 tokens x 64 or 128 weight rows.
+
+    Stages of `blocks` blocks of K; shared memory holds stages * blocks * (tokens * 132 + weight_rows * 128) bytes and
+    16 KiB more, of 227 KiB. Tiles of 64 weight rows take at most 64 tokens and an even `blocks`. `ordered`: the two
+    warpgroups' products take turns (128 and 256 tokens).
+    """
+
+    tokens: int
+    weight_rows: int
+    stages: int
+    blocks: int
+    swap: bool = False
+    ordered: bool = False
+
+
+# Few tokens: the weight's stream is the limit. (tokens up to, wide form, form for at most NARROW_ROWS weight rows)
+HOPPER_STREAMING: list[tuple[int, Form, Form]] = [
+    (16, Form(16, 128, 5, 2, swap=True), Form(16, 128, 5, 2, swap=True)),
+    (32, Form(32, 128, 5, 2, swap=True), Form(32, 128, 5, 2, swap=True)),
+    (64, Form(64, 128, 4, 2), Form(64, 64, 5, 2)),
+]
+# More tokens: microseconds of one wave of tiles at K = 4096 on an H200 whose weights are in L2.
+HOPPER_WAVES: list[tuple[Form, float]] = [
+    (Form(64, 128, 4, 2), 12.5),
+    (Form(128, 128, 6, 1, ordered=True), 18.0),
+    (Form(256, 128, 4, 1, ordered=True), 26.0),
+]
+
+
+def hopper_form(tokens: int, weight_rows: int, sm_count: int) -> Form:
+    """The form for ``tokens`` tokens and ``weight_rows`` = G * R."""
+    for limit, wide, narrow in HOPPER_STREAMING:
+        if tokens <= limit:
+            return narrow if weight_rows <= NARROW_ROWS else wide
+
+    def cost(form: Form, wave: float) -> float:
+        tiles = weight_rows // form.weight_rows * -(-tokens // form.tokens)
+        return -(-tiles // sm_count) * wave
+
+    return min(HOPPER_WAVES, key=lambda row: cost(*row))[0]

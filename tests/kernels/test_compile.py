@@ -57,7 +57,7 @@ def test_every_kernel_compiles(capability):
     show(rows)
     assert {row["kernel"] for row in rows} >= {
         "attention_kernel",
-        "_compact_kernel",
+        "list_visible_keys",
         "bgemm_kernel",
         "_rope_quant_kernel",
         "_merge_kernel",

@@ -85,7 +85,9 @@ def test_e4m3_decode_is_torchs(device, native):
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     x = torch.full((256,), -7.0, device=device)
     _decode[(1,)](codes, x, 256, native)
-    torch.testing.assert_close(x, codes.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
+    want = codes.view(torch.float8_e4m3fn).float()
+    torch.testing.assert_close(x, want, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(x.signbit()[~want.isnan()], want.signbit()[~want.isnan()])      # of zero as well
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -2,9 +2,11 @@
 """The decisions of choose_kv_split as a table. Pure host code: no GPU, no Triton."""
 
 import itertools
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fusion_pass.kernels import reduction
@@ -206,3 +208,20 @@ def test_policy_needs_neither_triton_nor_a_device():
         "choose_kv_split(num_partials=18, rows=128, head_dim=512, sm_count=132, bound=None)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_shipped_table_against_the_committed_measurements():
+    """At every measured point of the merge table the policy takes a form within 5 % of the best one, and no slower
+    than the best serial form."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "merge.json"
+    points: dict[tuple, dict[str, float]] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        points.setdefault((row["T"], row["partials"], row["epilogue"]), {})[row["variant"]] = row["us"]
+    assert len(points) > 50
+    for (tokens, partials, epilogue), times in points.items():
+        chosen = choose_kv_split(num_partials=partials, rows=tokens * 128, head_dim=512, sm_count=132,
+                                 capability=(9, 0), epilogue=epilogue).kv_split
+        serial = times["serial, best"]
+        forms = {1: serial} | {int(name.split()[1]): us for name, us in times.items() if name.startswith("KvSplit")}
+        assert forms[chosen] <= 1.05 * min(forms.values()), (tokens, partials, epilogue, chosen, forms)
+        assert forms[chosen] <= serial, (tokens, partials, epilogue, chosen, forms)

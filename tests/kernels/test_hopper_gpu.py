@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels on an sm_90 GPU: every form against formulas in float64, outputs poisoned beforehand, and chains
+of early launched kernels in CUDA graphs against the same calls one by one."""
+
+import pytest
+import torch
+from op_cases import Maker, gathered_formula, relative_error, rope_formula
+from test_gpu import SCALE, outputs, sampled, two_pools
+
+pytest.importorskip("triton")
+
+from fusion_pass.kernels import reference  # noqa: E402
+from fusion_pass.kernels.tuning import bgemm as tuning  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+FORMS = [row[i] for row in tuning.HOPPER_STREAMING for i in (1, 2)] + [form for form, _ in tuning.HOPPER_WAVES]
+
+
+@pytest.fixture(autouse=True)
+def hopper():
+    from fusion_pass.kernels.gluon.gate import hopper_reason
+
+    if reason := hopper_reason(torch.device("cuda")):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("heads", [128, 64, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 33, 66, 140, 300])
+def test_attention(tokens, heads):
+    """Split and unsplit calls, one and several jobs per multiprocessor; NaN rows that nothing visible points at."""
+    from fusion_pass.kernels.gluon import launchers
+
+    first, second, rope = two_pools(tokens, heads)
+    q, kv, indices, sink = first
+    pick = sampled(tokens)
+    want = gathered_formula(q[pick], kv, indices[pick], sink, SCALE, None, second[1], second[2][pick], second[3][pick])
+    groups = max(1, heads // 8)
+    rotated = rope_formula(want, *(t[pick] for t in rope), groups)
+    args, outs = outputs("attention_gathered", (*first, SCALE, *second))
+    launchers._launch_gathered(outs, *args)
+    assert torch.isfinite(outs[0]).all() and relative_error(outs[0][pick], want) < 4e-3
+    args, outs = outputs("attention_gathered_rope", (*first, *rope, SCALE, groups, *second))
+    launchers._launch_gathered_rope(outs, *args)
+    assert torch.isfinite(outs[0]).all() and relative_error(outs[0][:, pick], rotated) < 4e-3
+    for rule, pack in (("fp32", False), ("ue8m0", True)):
+        quant = (SCALE, groups, 128, rule, 1e-10, pack)
+        args, outs = outputs("attention_gathered_rope_quant", (*first, *rope, *quant, *second))
+        launchers._launch_gathered_quant(outs, *args)
+        codes, scales = outs
+        assert (scales[..., tokens:] == 0).all()
+        values = reference.dequantise(codes, scales)
+        assert torch.isfinite(values).all() and relative_error(values[:, pick], rotated) < 0.04
+
+
+@pytest.mark.parametrize(("packed", "stored"), [(False, "fp32"), (True, "e8m0"), (False, "bytes")])
+@pytest.mark.parametrize("groups", [16, 8])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17, 33, 64, 65, 128, 129, 300, 1030])
+def test_product(tokens, groups, packed, stored):
+    """The form of the table for each number of tokens and both shapes, all storages of scales."""
+    from fusion_pass.kernels.gluon import launchers
+
+    case = Maker("cuda").bgemm(groups, tokens, 1024, 4096, packed=packed, stored=stored)
+    args, outs = outputs("fp8_bgemm", case)
+    launchers._launch_bgemm(outs, *args)
+    assert relative_error(outs[0], reference.fp8_bgemm(*case, out_dtype=torch.float64)) < 3e-3
+
+
+@pytest.mark.parametrize("form", dict.fromkeys(FORMS), ids=str)
+def test_forms(form):
+    """Every form at token counts that fill, cut and exceed its tiles, products ordered or not."""
+    from dataclasses import replace
+
+    from fusion_pass.kernels.gluon import bgemm
+
+    for tokens in sorted({1, form.tokens - 1, form.tokens, form.tokens + 1, 300}):
+        case = Maker("cuda").bgemm(8, tokens, 1024, 4096)
+        want = reference.fp8_bgemm(*case, out_dtype=torch.float64)
+        for ordered in {form.ordered, False}:
+            out = torch.full((tokens, 8, 1024), float("nan"), dtype=torch.bfloat16, device="cuda")
+            bgemm.launch(*case, out, form=replace(form, ordered=ordered))
+            assert relative_error(out, want) < 3e-3, (tokens, ordered)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 33, 64])
+def test_early_launches(tokens, paged):
+    """Two layers in one CUDA graph, replayed back to back: every kernel waits for what it reads, and none overwrites
+    what a kernel before it still reads."""
+    ops, m = torch.ops.fusion_pass, Maker("cuda", torch.bfloat16)
+    first, second, rope = two_pools(tokens, 128)
+    weights = [Maker("cuda", seed=s).bgemm(16, 1, 1024, 4096)[2:] for s in (1, 2)]
+    sizes = (SCALE, 16)
+    if paged:
+        cache, columns = m.pages(64, 64), m.integers(-1, 4096, (tokens, 1152))
+
+    def layer(q, weight):
+        if paged:
+            codes, scales = ops.attention_paged_fp8_rope_quant(q, cache, columns, first[3], *rope, *sizes, 64)
+        else:
+            more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
+            codes, scales = ops.attention_gathered_rope_quant(q, *first[1:], *rope, *sizes, **more)
+        return ops.fp8_bgemm(codes, scales, *weight)
+
+    q = first[0].clone()
+    want = [layer(q, w) for w in weights]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [layer(q, w) for w in weights]
+    for round_ in range(3):
+        q.copy_(first[0] * (1 + round_))
+        torch.cuda.synchronize()
+        want = []
+        for w in weights:
+            want.append(layer(q, w))
+            torch.cuda.synchronize()
+        for _ in range(10):
+            for out in got:
+                out.fill_(float("nan"))
+            graph.replay()
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
