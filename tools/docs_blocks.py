@@ -321,6 +321,17 @@ def fuzz() -> str:
             + f"\n\nFound and fixed, each with a regression test ({len(faults)}):\n\n" + "\n".join(faults))
 
 
+def coverage() -> str:
+    """Coverage of the pass and the host side of the kernels (docs/coverage.json, by tools/coverage_figure.py)."""
+    made = _kept("coverage", "python tools/coverage_figure.py coverage.json TESTS")
+    if isinstance(made, str):
+        return made
+    parts = made["parts"].items()
+    rows = ([f"`{part}`", str(count), f"{covered / count:.0%}"] for part, (count, covered) in parts if count)
+    return (_table(["part", "statements", "covered"], rows)
+            + f"\n\n{made['date']}, on a CPU, by `coverage run -m pytest {' '.join(made['tests'])}`.")
+
+
 def soak() -> str:
     """Decode steps through one CUDA graph that were compared with eager calls (docs/soak.json, printed by the test)."""
     made = _kept("soak", "python -m pytest -s tests/kernels/test_soak.py -m gpu")
@@ -343,7 +354,7 @@ def newcomer() -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
-    "errors": errors, "compiled": compiled, "versions": versions, "fuzz": fuzz, "soak": soak,
+    "errors": errors, "compiled": compiled, "versions": versions, "fuzz": fuzz, "soak": soak, "coverage": coverage,
     "newcomer": newcomer,
     "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
     "variants": variants, "targets": targets,

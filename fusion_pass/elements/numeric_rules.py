@@ -287,14 +287,14 @@ def _cumsum(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor
     return rows.cumsum(1).gather(1, coordinates[dim][:, None]).flatten()
 
 
-
 def _vector_norm(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     order = args_of(node)[1] if len(args_of(node)) > 1 else 2
     dims, _ = _dims_of(engine, node, 2)
     keepdim = bool(args_of(node)[3]) if len(args_of(node)) > 3 else bool(kwargs_of(node).get("keepdim", False))
     unique, where = torch.unique(index, return_inverse=True)
     rows = engine.rows(node, args_of(node)[0], dims, keepdim, unique)
-    return torch.linalg.vector_norm(rows, float(order), 1)[where]
+    norms: torch.Tensor = torch.linalg.vector_norm(rows, float(order), 1)
+    return norms[where]
 
 
 def _aminmax(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> torch.Tensor:
