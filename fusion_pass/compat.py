@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import fx
@@ -174,6 +174,28 @@ def compile_apart(function: Callable[..., Any], **options: Any) -> Callable[...,
         options["isolate_recompiles"] = True
     compiled: Callable[..., Any] = torch.compile(function, **options)
     return compiled
+
+
+@contextlib.contextmanager
+def entries_forgotten(function: Any) -> Iterator[None]:
+    """What Dynamo compiles of ``function`` (or of a module's ``forward``) in this context does not count against its
+    recompile limit later, where nothing of it was compiled before. Torch 2.13 counts apart by itself
+    (:func:`compile_apart`).
+    """
+    import inspect
+
+    import torch
+
+    code = getattr(getattr(function, "forward", function), "__code__", None)
+    entries = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    reset = getattr(torch._dynamo, "reset_code", None) or getattr(torch._C._dynamo.eval_frame, "reset_code", None)
+    apart = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    clean = not apart and code is not None and entries is not None and reset is not None and not entries(code)
+    try:
+        yield
+    finally:
+        if clean and reset is not None:
+            reset(code)
 
 
 def triton_op_names() -> Any:

@@ -49,7 +49,7 @@ def explain(
             fake_model, fake_args, fake_kwargs = copy.deepcopy((model, args, kwargs))
         gathered: list[Report] = []
         notes: list[str] = []
-        with torch.no_grad(), fake_mode, _unlimited_recompiles():
+        with torch.no_grad(), fake_mode, _unlimited_recompiles(), compat.entries_forgotten(fake_model):
             run = compat.compile_apart(fake_model, backend=_capturing_backend(config, gathered), dynamic=dynamic)
             try:
                 run(*fake_args, **fake_kwargs)
