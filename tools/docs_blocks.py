@@ -300,11 +300,12 @@ def versions() -> str:
     made = _kept("versions", "python tools/version_matrix.py")
     if isinstance(made, str):
         return made
-    rows = ([row["torch"], row["transformers"], row["triton"] or "none", row["python"], row["device"], row["date"],
-             f"{row['passed']} passed, {len(row['failed'])} failed, {row['skipped']} skipped",
+    rows = ([row["torch"], row["transformers"], row["triton"] or "none", row["python"], row["device"],
+             f"{row['date']}, {row['commit']}",
+             f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed {' '.join(row['failed'])}",
              "all" if row["tests"] == ["tests"] else " ".join(t.removeprefix("tests/") for t in row["tests"])]
             for row in made)
-    return _table(["torch", "transformers", "triton", "Python", "device", "date", "result", "of `tests/`"], rows)
+    return _table(["torch", "transformers", "triton", "Python", "device", "date, commit", "result", "of `tests/`"], rows)
 
 
 def fuzz() -> str:
@@ -313,10 +314,9 @@ def fuzz() -> str:
     if isinstance(made, str):
         return made
     rows = ([what, str(entry["cases"]), entry["torch"], entry["date"]] for what, entry in sorted(made.items()))
-    faults = []
-    for path in sorted(ROOT.glob("tests/**/test_*faults.py")):
-        for text in re.findall(r'^def test_\w+\(.*?\):\n    """(.*?)"""', path.read_text(), re.M | re.S):
-            faults.append(f"- {' '.join(text.split())}")
+    tests = [path.read_text() for path in sorted(ROOT.glob("tests/**/test_*faults.py"))]
+    docstrings = re.compile(r'^def test_\w+\(.*?\):\n    """(.*?)"""', re.M | re.S)
+    faults = [f"- {' '.join(text.split())}" for test in tests for text in docstrings.findall(test)]
     return (_table(["what", "cases", "torch", "date"], rows)
             + f"\n\nFound and fixed, each with a regression test ({len(faults)}):\n\n" + "\n".join(faults))
 
@@ -334,7 +334,7 @@ def coverage() -> str:
 
 def soak() -> str:
     """Decode steps through one CUDA graph that were compared with eager calls (docs/soak.json, printed by the test)."""
-    made = _kept("soak", "python -m pytest -s tests/kernels/test_soak.py -m gpu")
+    made = _kept("soak", "pytest -s tests/kernels/test_soak.py -m gpu")
     if isinstance(made, str):
         return made
     rows = ([row["form"], str(row["tokens"]), str(row["steps"]), str(row["different"])] for row in made["rows"])
