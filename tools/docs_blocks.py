@@ -207,7 +207,7 @@ def _cell(value: Any) -> str:
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     head = list(head)
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(c.replace("|", "\\|").rstrip() for c in row) + " |" for row in rows])
+    return "\n".join(lines + ["| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows])
 
 
 def config() -> str:
@@ -302,7 +302,7 @@ def versions() -> str:
         return made
     rows = ([row["torch"], row["transformers"], row["triton"] or "none", row["python"], row["device"],
              f"{row['date']}, {row['commit']}",
-             f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed " + " ".join(row["failed"]),
+             " ".join([f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed", *row["failed"]]),
              "all" if row["tests"] == ["tests"] else " ".join(t.removeprefix("tests/") for t in row["tests"])]
             for row in made)
     return _table(["torch", "transformers", "triton", "Python", "device", "date, commit", "result", "of `tests/`"], rows)
