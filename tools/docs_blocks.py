@@ -86,7 +86,7 @@ def _renamed(text: str, node: torch.fx.Node, names: dict[torch.fx.Node, str]) ->
 
 
 def report() -> str:
-    """The report of the same example, without what differs from run to run."""
+    """The report of the same example."""
     model, args = _example().example()
     with torch.no_grad():
         text = str(fusion_pass.explain(model)(*args))
@@ -295,6 +295,10 @@ def _kept(name: str, made_by: str) -> Any:
     return json.loads(path.read_text()) if path.is_file() else f"No figures are committed: `{made_by}` writes them."
 
 
+def _names(failed: list[str]) -> str:
+    return "".join(f" {name}" for name in failed)
+
+
 def versions() -> str:
     """Versions that the test-suite ran with (docs/versions.json, by tools/version_matrix.py)."""
     made = _kept("versions", "python tools/version_matrix.py")
@@ -302,7 +306,7 @@ def versions() -> str:
         return made
     rows = ([row["torch"], row["transformers"], row["triton"] or "none", row["python"], row["device"],
              f"{row['date']}, {row['commit']}",
-             " ".join([f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed", *row["failed"]]),
+             f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed" + _names(row["failed"]),
              "all" if row["tests"] == ["tests"] else " ".join(t.removeprefix("tests/") for t in row["tests"])]
             for row in made)
     return _table(["torch", "transformers", "triton", "Python", "device", "date, commit", "result", "of `tests/`"], rows)
