@@ -309,7 +309,7 @@ def versions() -> str:
              f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed" + _names(row["failed"]),
              "all" if row["tests"] == ["tests"] else " ".join(t.removeprefix("tests/") for t in row["tests"])]
             for row in made)
-    return _table(["torch", "transformers", "triton", "Python", "device", "date, commit", "result", "of `tests/`"], rows)
+    return _table(["torch", "transformers", "triton", "Python", "device", "date, commit", "result", "tests"], rows)
 
 
 def fuzz() -> str:
@@ -319,8 +319,8 @@ def fuzz() -> str:
         return made
     rows = ([what, str(entry["cases"]), entry["torch"], entry["date"]] for what, entry in sorted(made.items()))
     tests = [path.read_text() for path in sorted(ROOT.glob("tests/**/test_*faults.py"))]
-    docstrings = re.compile(r'^def test_\w+\(.*?\):\n    """(.*?)"""', re.M | re.S)
-    faults = [f"- {' '.join(text.split())}" for test in tests for text in docstrings.findall(test)]
+    said = re.compile(r'^def test_\w+\(.*?\):\n    """(.*?)"""', re.M | re.S)
+    faults = [f"- {' '.join(text.split())}" for test in tests for text in said.findall(test)]
     return (_table(["what", "cases", "torch", "date"], rows)
             + f"\n\nFound and fixed, each with a regression test ({len(faults)}):\n\n" + "\n".join(faults))
 
