@@ -77,9 +77,12 @@ def _no_anchor(nodes: int) -> dict:
         return x
 
     gm = make_fx(block, tracing_mode="fake")(torch.empty(16, 64), torch.empty(64, 64))
-    start = time.perf_counter()
-    report = run_on_graph(gm, Config().resolve())
-    seconds = time.perf_counter() - start
+    samples = []
+    for _ in range(7):          # nothing is changed in such a graph; the fastest run is the one that nothing disturbed
+        start = time.perf_counter()
+        report = run_on_graph(gm, Config().resolve())
+        samples.append(time.perf_counter() - start)
+    seconds = min(samples)
     count = len(gm.graph.nodes)
     return {"nodes": count, "graphs": 1, "fused": len(report.fused), "visits": report.visits,
             "pass_s": round(seconds, 4), "ms_per_10k_nodes": round(seconds * 1e7 / count, 2)}

@@ -32,7 +32,13 @@ def metadata_mode(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 def unify_fake_modes(graph: fx.Graph) -> None:
     """Give all metadata tensors of ``graph`` one mode, if they have several and no symbolic size (those share one)."""
-    modes = {id(value.fake_mode) for node in graph.nodes for value in _tensors(node)}
+    modes: set[int] = set()
+    for node in graph.nodes:        # a loop over everything: kept plain
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            modes.add(id(value.fake_mode))
+        elif isinstance(value, (list, tuple)):
+            modes.update(id(v.fake_mode) for v in value if isinstance(v, FakeTensor))
     if len(modes) < 2:
         return
     mode = FakeTensorMode()
@@ -47,9 +53,3 @@ def unify_fake_modes(graph: fx.Graph) -> None:
         for node in graph.nodes:
             if "val" in node.meta:
                 node.meta["val"] = pytree.tree_map(moved, node.meta["val"])
-
-
-def _tensors(node: fx.Node) -> list[FakeTensor]:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else (value,)
-    return [v for v in values if isinstance(v, FakeTensor)]

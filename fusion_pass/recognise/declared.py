@@ -79,10 +79,14 @@ class DeclaredOps:
     def present(graph: fx.Graph) -> list[tuple[fx.Node, OpaqueOp]]:
         """The calls of declared ops that can be written out, in graph order."""
         found = []
+        rows: dict[int, OpaqueOp | None] = {}       # asked once per operator: this runs over every node of every graph
         for node in graph.nodes:
             if node.op == "call_function":
                 hop = node.target is auto_functionalized or node.target is auto_functionalized_v2
-                row = declared(node.args[0] if hop else node.target)
+                target = node.args[0] if hop else node.target
+                if id(target) not in rows:
+                    rows[id(target)] = declared(target)
+                row = rows[id(target)]
                 if row is not None and row.expand is not None:
                     found.append((node, row))
         return found
