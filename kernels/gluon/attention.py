@@ -22,6 +22,7 @@ _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors,
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
 TUNING = {
     "OUTSTANDING": 1,
+    "SKIP": 1,
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
