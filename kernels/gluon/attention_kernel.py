@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
+from .attention_merge import finish_share
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
@@ -166,7 +167,9 @@ def left_pair(
 
 
 @gluon.jit
-def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr):
+def consumer_left(
+    sh, keys, jobs, output, partial, flags, scale, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, MERGE: gl.constexpr
+):  # fmt: skip
     """Scores of each pair's first tile; output columns 0..255."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0  # pairs finished by this CTA
@@ -204,7 +207,12 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr, SKIP
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        output.finish(oa, ob, sums, m, sink, (), sh.p[0], block, token, split, 0)
+        if MERGE:
+            finish_share(
+                output, partial, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], block, list_row, token, split, 0
+            )  # fmt: skip
+        else:
+            output.finish(oa, ob, sums, m, sink, (), sh.p[0], block, token, split, 0)
         done += pairs
         turn += 1
 
@@ -281,7 +289,7 @@ def right_first(sh, j, parity, m, l, oa, ob):
 
 
 @gluon.jit
-def consumer_right(sh, keys, jobs, output, scale, SKIP: gl.constexpr):
+def consumer_right(sh, keys, jobs, output, partial, flags, scale, SKIP: gl.constexpr, MERGE: gl.constexpr):
     """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0
@@ -313,7 +321,12 @@ def consumer_right(sh, keys, jobs, output, scale, SKIP: gl.constexpr):
         mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
         mbarrier.wait(sh.empty[5], (done + pairs - 1) & 1)
-        output.finish(oa, ob, sums, m, sink, rope, sh.p[1], block, token, split, 1)
+        if MERGE:
+            finish_share(
+                output, partial, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], block, list_row, token, split, 1
+            )  # fmt: skip
+        else:
+            output.finish(oa, ob, sums, m, sink, rope, sh.p[1], block, token, split, 1)
         done += pairs
         turn += 1
 
@@ -399,7 +412,7 @@ RUNTIME_INTEGERS = [
 
 @gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
 def attention_kernel(
-    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
+    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse, shares, share_lse, flags,
     scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
     width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
     rope_period, total, padded, wait, release,
@@ -407,7 +420,7 @@ def attention_kernel(
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, MERGE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
@@ -416,10 +429,14 @@ def attention_kernel(
         length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
         STRIDE0, STRIDE1,
     )  # fmt: skip
-    jobs = Jobs(jobs_count, tokens, token0, splits, HEADS, EPILOGUE == EPILOGUE_PARTIAL)
+    jobs = Jobs(jobs_count, tokens, token0, splits, HEADS, MERGE or EPILOGUE == EPILOGUE_PARTIAL)
     output = Output(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
+    )  # fmt: skip
+    partial = Output(
+        shares, scales, share_lse, sink, cos, sin, rope_period, total, padded, floor,
+        HEADS, PER_GROUP, HALF, EPILOGUE_PARTIAL, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
     if wait != 0:
         gdc_wait()
@@ -429,8 +446,8 @@ def attention_kernel(
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     gl.warp_specialize(
         [
-            (consumer_right, (sh, keys, jobs, output, scale, SKIP)),
-            (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING, SKIP)),
+            (consumer_right, (sh, keys, jobs, output, partial, flags, scale, SKIP, MERGE)),
+            (consumer_left, (sh, keys, jobs, output, partial, flags, scale, OUTSTANDING, SKIP, MERGE)),
             (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
         ],
         [4, 4],

@@ -127,6 +127,12 @@ class WeightScales:
         return gl.load(self.pointer + row * tiles.K_BLOCKS + block)
 
     @gluon.jit
+    def load_half(self, tiles, group, row_tile, half, block):
+        """Raw scale of block `half` of 128 rows of a tile of 256."""
+        row = (group * tiles.ROW_TILES + row_tile) * (tiles.WEIGHT_ROWS // 128) + half
+        return gl.load(self.pointer + row * tiles.K_BLOCKS + block)
+
+    @gluon.jit
     def product(self, x, w, block):
         """Token scales x (raw, as they are in memory) times a raw weight scale."""
         if self.PACKED:
