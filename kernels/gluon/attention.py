@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..tuning import attention as tuning_data
+from . import flags
 from .gate import HEAD_DIM
 
 TILE = 64
@@ -72,12 +73,31 @@ def _even_rows(indices: Tensor) -> Tensor:
     return padded.copy_(indices)
 
 
-def choose_splits(tokens: int, heads: int, keys: int, sm_count: int) -> int:
-    """Shares of the keys per token so that small batches fill the GPU; no share is empty. From capacities only."""
+def choose_splits(tokens: int, heads: int, keys: int, sm_count: int) -> tuple[int, bool]:
+    """(shares of the keys per token, whether the attention kernel merges them). No share is empty; capacities only."""
     jobs = tokens * math.ceil(heads / TILE)
-    pairs = max(1, math.ceil(keys / (2 * TILE)))
-    splits = max(1, min(pairs, sm_count // max(jobs, 1)))
-    return math.ceil(pairs / math.ceil(pairs / splits))
+    return tuning_data.hopper_shares(max(jobs, 1), max(1, math.ceil(keys / TILE)), sm_count)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the shares of a split call meet: `out` bf16 [P - 1, T, H, 512], lse fp32 [2, P, T, H], flags (zeros)."""
+
+    out: Tensor
+    lse: Tensor
+    flags: Tensor
+
+
+def shares(splits: int, tokens: int, heads: int, device: torch.device) -> Shares | None:
+    """Workspace of a call of T tokens that merges its shares inside the kernel; None where it cannot."""
+    jobs = tokens * math.ceil(heads / TILE)
+    if jobs * splits > torch.cuda.get_device_properties(device).multi_processor_count:
+        return None  # a share may wait only for CTAs that started before its own
+    words = flags.flags(device, 2 * jobs)
+    if words is None:
+        return None
+    out = torch.empty(splits - 1, tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    return Shares(out, torch.empty(2, splits, tokens, heads, device=device), words)
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,7 @@ def _launch(
     token0: int = 0,
     tokens: int,
     splits: int = 1,
+    merge: Shares | None = None,
     causal: bool = False,
     window: int = 0,
     pdl: bool = False,
@@ -146,6 +167,9 @@ def _launch(
         out,
         out if scales is None else scales,
         out if epilogue.lse is None else epilogue.lse,
+        q if merge is None else merge.out,
+        q if merge is None else merge.lse,
+        q if merge is None else merge.flags,
         scale * LOG2E,
         epilogue.floor,
         jobs,
@@ -182,6 +206,7 @@ def _launch(
         STRIDE0=_row_stride(kv),
         STRIDE1=_row_stride(kv if extra_kv is None else extra_kv),
         EPILOGUE=KINDS[epilogue.kind],
+        MERGE=merge is not None,
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
         PACKED=packed,
@@ -206,6 +231,7 @@ def launch_gathered(
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     splits: int = 1,
+    merge: Shares | None = None,
     token0: int = 0,
     pdl: bool = False,
     tuning: dict[str, int] | None = None,
@@ -229,6 +255,7 @@ def launch_gathered(
         token0=token0,
         tokens=indices.shape[0],
         splits=splits,
+        merge=merge,
         pdl=pdl,
         tuning=tuning,
     )
@@ -272,6 +299,7 @@ def launch_dense(
     causal: bool = False,
     window: int = 0,
     splits: int = 1,
+    merge: Shares | None = None,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """Attention of q [B, S, H, 512] over kv [B or 1, N, 512] with causality, sliding window and mask [B or 1, S, N].
@@ -292,6 +320,7 @@ def launch_dense(
             lists=None,
             tokens=total,
             splits=splits,
+            merge=merge,
             causal=causal,
             window=window,
             tuning=tuning,
@@ -321,4 +350,16 @@ def launch_dense(
             key_stride_batch=keys if kv.shape[0] > 1 else 0,
         )
         lists = _Lists(index, keys, length, bias)
-        _launch(q, kv, sink, scale, epilogue, lists=lists, token0=token0, tokens=tokens, splits=splits, tuning=tuning)
+        _launch(
+            q,
+            kv,
+            sink,
+            scale,
+            epilogue,
+            lists=lists,
+            token0=token0,
+            tokens=tokens,
+            splits=splits,
+            merge=merge,
+            tuning=tuning,
+        )

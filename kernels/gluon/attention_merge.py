@@ -7,8 +7,8 @@ one waits for the flag, adds them in the order of the shares (so that results do
 finishes the row. Left and right warpgroups do this for their own columns, each with its own flag and its own copy of
 the log-sum-exp.
 
-Nobody waits in vain: jobs of earlier shares have smaller numbers, one CTA each (the launcher sees to it), and CTAs start
-in that order. A flag is back at zero when the kernel ends, and must be zero when it starts: see `attention.flags`.
+Nobody waits in vain: jobs of earlier shares have smaller numbers, one CTA each (the launcher sees to it), and CTAs start in
+that order. A flag is back at zero when the kernel ends, and must be zero when it starts: see flags.py.
 """
 
 from triton.experimental import gluon

@@ -277,7 +277,9 @@ def consumer(
 
 
 @gluon.jit
-def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constexpr, PDL: gl.constexpr):
+def producer(
+    x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constexpr, PDL: gl.constexpr, GROUPED: gl.constexpr
+):  # fmt: skip
     """Stream both operands' blocks and the token scales through the ring."""
     scale_bytes: gl.constexpr = 4 * ring.scales.shape[1]
     size: gl.constexpr = tiles.BLOCKS * ((tiles.TOKENS + tiles.WEIGHT_ROWS) * BLOCK + scale_bytes)
@@ -292,10 +294,15 @@ def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constex
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             full = ring.full.index(stage)
             mbarrier.expect(full, size)
+            if GROUPED:
+                for b in gl.static_range(tiles.BLOCKS):
+                    slot = stage * tiles.BLOCKS + b
+                    tma.async_copy_global_to_shared(w_rows, [w_row, (k + b) * BLOCK], full, ring.w.index(slot))
             for b in gl.static_range(tiles.BLOCKS):
                 slot = stage * tiles.BLOCKS + b
                 block = k + b
-                tma.async_copy_global_to_shared(w_rows, [w_row, block * BLOCK], full, ring.w.index(slot))
+                if not GROUPED:
+                    tma.async_copy_global_to_shared(w_rows, [w_row, block * BLOCK], full, ring.w.index(slot))
                 x_row = group * tiles.tokens + first
                 tma.async_copy_global_to_shared(x_rows, [x_row, block * BLOCK], full, ring.x.index(slot))
                 if PACKED:
@@ -312,7 +319,7 @@ def bgemm_kernel(
     GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
     WEIGHT_ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, SWAP: gl.constexpr,
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr, ORDERED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
     """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K]; scale_rows: of all token scales, flat; see `launch`."""
     tiles = Tiles(tiles_count, tokens, blocks_t, ROW_TILES, K_BLOCKS, TOKENS, WEIGHT_ROWS, STAGES, BLOCKS)
@@ -342,7 +349,7 @@ def bgemm_kernel(
         [
             (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, ORDERED, PDL)),
             (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, ORDERED, PDL)),
-            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
+            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL, GROUPED)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -132,7 +132,7 @@ def wide_bgemm_kernel(
         [
             (wide_consumer, (ring, staging0, tiles, scales, out, 0, PDL)),
             (wide_consumer, (ring, staging1, tiles, scales, out, 1, PDL)),
-            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
+            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL, False)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -67,15 +67,21 @@ def _sm_count(device: torch.device) -> int:
 
 
 def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor | None, launch, device) -> None:
-    """Run `launch(epilogue, sink, splits)`, split and merged if the tokens alone do not fill the GPU."""
+    """Run `launch(epilogue, sink, splits, workspace)`, split and merged if the tokens alone do not fill the GPU."""
     # A batch-invariant call is not split: the number of splits depends on the number of tokens.
-    splits = 1 if current().batch_invariant else attention.choose_splits(tokens, heads, keys, _sm_count(device))
+    splits, merged = 1, False
+    if not current().batch_invariant:
+        splits, merged = attention.choose_splits(tokens, heads, keys, _sm_count(device))
     if splits == 1:
-        launch(epilogue, sink, 1)
+        launch(epilogue, sink, 1, None)
+        return
+    workspace = attention.shares(splits, tokens, heads, device) if merged else None
+    if workspace is not None:
+        launch(epilogue, sink, splits, workspace)
         return
     partials = torch.empty(splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
     lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
-    launch(Epilogue("partial", partials, lse=lse), None, splits)
+    launch(Epilogue("partial", partials, lse=lse), None, splits, None)
     _merge(epilogue, partials, lse, sink)
 
 
@@ -83,7 +89,7 @@ def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor
 def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_indices, extra_lengths) -> None:
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
         attention.launch_gathered(
             q,
             kv,
@@ -96,6 +102,7 @@ def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_in
             extra_indices=extra_indices,
             extra_lengths=extra_lengths,
             splits=splits,
+            merge=merge,
         )
 
     _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
@@ -155,14 +162,16 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
     lengths, extra_pages, extra_indices, extra_lengths, extra_page_size = pools
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
         from ..triton.paged import decoded_chunks
 
         chunks = decoded_chunks(
             q, pages, page_size, indices, lengths, extra_pages, extra_indices, extra_lengths, extra_page_size
         )
         for token0, _, rows, lists in chunks:
-            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0, pdl=True)
+            attention.launch_gathered(
+                q, rows, lists, sink, scale, to, splits=splits, merge=merge, token0=token0, pdl=True
+            )
 
     _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
 
@@ -201,8 +210,8 @@ def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
     if mask is None and causal and window > 0:
         keys = min(keys, window)
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
-        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits)
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
+        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits, merge=merge)
 
     _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device)
 
