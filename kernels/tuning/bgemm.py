@@ -129,6 +129,10 @@ HOPPER_WAVES: list[tuple[Form, float]] = [
 ]
 
 
+# Fewest tokens at which DeepGEMM is used where it is installed and asked for (gluon/deepgemm.py).
+DEEPGEMM_TOKENS = 192
+
+
 def hopper_form(tokens: int, weight_rows: int, sm_count: int) -> Form:
     """The form for ``tokens`` tokens and ``weight_rows`` = G * R."""
     for limit, wide, narrow in HOPPER_STREAMING:

@@ -120,3 +120,95 @@ def test_early_launches(tokens, paged):
             graph.replay()
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "splits"), [
+    (1, 128, 18), (3, 128, 7), (8, 128, 6), (16, 128, 4), (33, 128, 2), (60, 64, 2), (40, 16, 3),
+])  # fmt: skip
+def test_shares(monkeypatch, tokens, heads, splits, merged):
+    """Shares of an odd number of tiles, of few and of no keys (lengths), merged by the kernel itself or behind it;
+    twice the same bits; every flag back at zero."""
+    from fusion_pass.kernels.gluon import flags, launchers
+
+    monkeypatch.setattr(launchers.attention.tuning_data, "hopper_shares", lambda *_: (splits, merged))
+    first, second, rope = two_pools(tokens, heads)
+    q, kv, indices, sink = first
+    want = gathered_formula(q, kv, indices, sink, SCALE, None, second[1], second[2], second[3])
+    groups = max(1, heads // 8)
+    for op, launch, more, expected in (
+        ("attention_gathered", launchers._launch_gathered, (), want),
+        ("attention_gathered_rope", launchers._launch_gathered_rope, (*rope,), rope_formula(want, *rope, groups)),
+    ):
+        call = (*first, *more, SCALE, *((groups,) if more else ()), *second)
+        results = []
+        for _ in range(2):
+            args, outs = outputs(op, call)
+            launch(outs, *args)
+            results.append(outs[0])
+        assert torch.isfinite(results[0]).all() and relative_error(results[0], expected) < 4e-3
+        assert torch.equal(*results)
+    quant = (SCALE, groups, 128, "ue8m0", 1e-10, True)
+    args, outs = outputs("attention_gathered_rope_quant", (*first, *rope, *quant, *second))
+    launchers._launch_gathered_quant(outs, *args)
+    assert relative_error(reference.dequantise(*outs), rope_formula(want, *rope, groups)) < 0.04
+    torch.cuda.synchronize()
+    assert all(not words.any() for words in flags._of_stream.values())
+
+
+def test_merged_shares_on_several_streams_and_graphs():
+    """Calls of two streams and two graphs at the same time: none takes another's flag for its own."""
+    from fusion_pass.kernels.gluon import attention
+
+    tokens = 32
+    assert attention.choose_splits(tokens, 128, 1152, 132)[1], "this case is meant for shares merged by the kernel"
+    ops, inputs = torch.ops.fusion_pass, []
+    for _ in range(4):
+        first, second, rope = two_pools(tokens, 128)
+        more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
+        inputs.append((first, rope, more))
+
+    def call(which):
+        first, rope, more = inputs[which]
+        return ops.attention_gathered_rope_quant(*first, *rope, SCALE, 16, **more)
+
+    want = [call(i) for i in range(4)]
+    torch.cuda.synchronize()
+    streams, graphs, captured = [torch.cuda.Stream() for _ in range(4)], [], []
+    for i in (2, 3):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            captured.append(call(i))
+    for _ in range(20):
+        for out in captured:
+            out[0].view(torch.uint8).fill_(255)
+        torch.cuda.synchronize()
+        eager = []
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i < 2:
+                    eager.append(call(i))
+                else:
+                    graphs[i - 2].replay()
+        torch.cuda.synchronize()
+        for got, (codes, scales) in zip(eager + captured, want, strict=True):
+            assert torch.equal(got[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(got[1], scales)
+
+
+def test_a_capture_without_flags_merges_behind(monkeypatch):
+    """Where the pool of flags is used up, the call is split and merged by a kernel of its own."""
+    from fusion_pass.kernels.gluon import flags, launchers
+
+    first, second, rope = two_pools(32, 128)
+    more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
+    call = torch.ops.fusion_pass.attention_gathered_rope_quant
+    want = reference.dequantise(*call(*first, *rope, SCALE, 16, **more))
+    monkeypatch.setattr(flags, "POOL_WORDS", 0)
+    behind = []
+    merge = launchers._merge
+    monkeypatch.setattr(launchers, "_merge", lambda *args: behind.append(merge(*args)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call(*first, *rope, SCALE, 16, **more)
+    graph.replay()
+    assert behind and relative_error(reference.dequantise(*got), want) < 0.04

@@ -115,8 +115,9 @@ def test_deepgemm_is_used_only_when_asked_for(monkeypatch):
     "tokens, heads, keys", [(1, 128, 1152), (8, 128, 1152), (32, 128, 1152), (64, 128, 1152), (3, 8, 1)]
 )
 def test_splits_fill_the_gpu_without_empty_shares(tokens, heads, keys):
-    splits = hopper.choose_splits(tokens, heads, keys, 132)
-    pairs = -(-keys // 128)
-    share = -(-pairs // splits)
+    splits, merged = hopper.choose_splits(tokens, heads, keys, 132)
+    tiles = -(-keys // 64)
+    share = -(-tiles // splits)
     assert splits == 1 or tokens * -(-heads // 64) * splits <= 132
-    assert (splits - 1) * share < pairs
+    assert (splits - 1) * share < tiles
+    assert not merged or splits > 1
