@@ -125,7 +125,9 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
         calls["fusion_pass, FP8 KV"] = [partial(ours_fp8, x, *pages[k], w, groups) for x, w, k in cases]
     mla, gemm = (peers.flash_mla(), peers.deep_gemm()) if use_peers else (None, None)
     if gemm is not None and tokens >= tuning.DEEPGEMM_TOKENS:
-        calls["fusion_pass, bf16 KV, DeepGEMM product"] = [partial(ours_with_deep_gemm, x, w, groups) for x, w, _ in cases]
+        calls["fusion_pass, bf16 KV, DeepGEMM product"] = [
+            partial(ours_with_deep_gemm, x, w, groups) for x, w, _ in cases
+        ]
     if mla is not None and gemm is not None:
         joined = [torch.cat(p) for p in pools]
         calls["peers, bf16 KV"] = [

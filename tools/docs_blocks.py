@@ -160,8 +160,9 @@ def targets() -> str:
     for what, figure, shape, counts in wanted:
         for tokens in counts:
             reached, target, note = figure((shape, tokens))
-            body.append([what + note, shape, str(tokens), f"{abs(target):.2f}" if target > 0 else f"at most {-target:.0%}",
-                         f"{reached:.3f}" if target > 0 else f"{-reached:.1%}", "" if reached >= target else "missed"])
+            figures = ((f"{target:.2f}", f"{reached:.3f}") if target > 0 else
+                       (f"at most {-target:.0%}", f"{-reached:.1%}"))
+            body.append([what + note, shape, str(tokens), *figures, "" if reached >= target else "missed"])
     return _table(["row", "shape", "tokens", "target", "reached", ""], body)
 
 

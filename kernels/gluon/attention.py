@@ -73,31 +73,38 @@ def _even_rows(indices: Tensor) -> Tensor:
     return padded.copy_(indices)
 
 
-def choose_splits(tokens: int, heads: int, keys: int, sm_count: int) -> tuple[int, bool]:
-    """(shares of the keys per token, whether the attention kernel merges them). No share is empty; capacities only."""
-    jobs = tokens * math.ceil(heads / TILE)
-    return tuning_data.hopper_shares(max(jobs, 1), max(1, math.ceil(keys / TILE)), sm_count)
+def plan(tokens: int, heads: int, keys: int, sm_count: int, cut: bool = True) -> tuning_data.Plan:
+    """How a call's keys are shared out, from capacities only. cut: whether rows of a last wave alone may be split."""
+    rows = max(tokens, 1) * math.ceil(heads / TILE)
+    return tuning_data.hopper_plan(rows, max(1, math.ceil(keys / TILE)), sm_count, cut)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Where the shares of a split call meet: `out` bf16 [P - 1, T, H, 512], lse fp32 [2, P, T, H], flags (zeros)."""
+    """Where shares meet that the kernel merges itself; its first `whole` rows (tokens x blocks of 64 heads) are not cut.
 
+    For t tokens with the others, P shares: out bf16 [P - 1, t, H, 512], lse fp32 [2, P, t, H], flags (zeros).
+    """
+
+    whole: int
     out: Tensor
     lse: Tensor
     flags: Tensor
 
 
-def shares(splits: int, tokens: int, heads: int, device: torch.device) -> Shares | None:
+def shares(chosen: tuning_data.Plan, tokens: int, heads: int, device: torch.device) -> Shares | None:
     """Workspace of a call of T tokens that merges its shares inside the kernel; None where it cannot."""
-    jobs = tokens * math.ceil(heads / TILE)
-    if jobs * splits > torch.cuda.get_device_properties(device).multi_processor_count:
+    blocks = math.ceil(heads / TILE)
+    if (tokens * blocks - chosen.whole) * chosen.splits > torch.cuda.get_device_properties(
+        device
+    ).multi_processor_count:
         return None  # a share may wait only for CTAs that started before its own
-    words = flags.flags(device, 2 * jobs)
+    left = tokens - chosen.whole // blocks
+    words = flags.flags(device, 2 * left * blocks)
     if words is None:
         return None
-    out = torch.empty(splits - 1, tokens, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    return Shares(out, torch.empty(2, splits, tokens, heads, device=device), words)
+    out = torch.empty(chosen.splits - 1, left, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    return Shares(chosen.whole, out, torch.empty(2, chosen.splits, left, heads, device=device), words)
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,9 @@ def _launch(
         extra_kv = q
     kv_keys = rows if lists is not None else rows // (kv.shape[0] if kv.dim() == 3 else 1)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    jobs = tokens * math.ceil(heads / TILE) * splits
+    rows_of_heads = tokens * math.ceil(heads / TILE)
+    whole = 0 if merge is None else merge.whole
+    jobs = whole + (rows_of_heads - whole) * splits
     total = batches * queries
     rope, cos = epilogue.cos is not None, epilogue.cos if epilogue.cos is not None else epilogue.out
     packed = epilogue.packed
@@ -175,6 +184,7 @@ def _launch(
         jobs,
         tokens,
         token0,
+        whole,
         splits,
         rows,
         extra_rows,

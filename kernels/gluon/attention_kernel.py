@@ -175,9 +175,9 @@ def consumer_left(
     done = 0  # pairs finished by this CTA
     turn = 0  # jobs finished by this CTA
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, list_row, token = jobs.place(job)
+        block, split, splits, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, end, pairs = jobs.share(split, count0, count1)
+        low, end, pairs = jobs.share(split, splits, count0, count1)
         z = job >> 30
         parity = done & 1
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
@@ -209,7 +209,7 @@ def consumer_left(
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
         if MERGE:
             finish_share(
-                output, partial, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], block, list_row, token, split, 0
+                output, partial, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], block, list_row, token, split, splits, 0
             )  # fmt: skip
         else:
             output.finish(oa, ob, sums, m, sink, (), sh.p[0], block, token, split, 0)
@@ -295,9 +295,9 @@ def consumer_right(sh, keys, jobs, output, partial, flags, scale, SKIP: gl.const
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, list_row, token = jobs.place(job)
+        block, split, splits, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, end, pairs = jobs.share(split, count0, count1)
+        low, end, pairs = jobs.share(split, splits, count0, count1)
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
         l = gl.zeros([TILE], gl.float32, ROWS)
         oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
@@ -323,7 +323,7 @@ def consumer_right(sh, keys, jobs, output, partial, flags, scale, SKIP: gl.const
         mbarrier.wait(sh.empty[5], (done + pairs - 1) & 1)
         if MERGE:
             finish_share(
-                output, partial, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], block, list_row, token, split, 1
+                output, partial, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], block, list_row, token, split, splits, 1
             )  # fmt: skip
         else:
             output.finish(oa, ob, sums, m, sink, rope, sh.p[1], block, token, split, 1)
@@ -376,9 +376,9 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, list_row, token = jobs.place(job)
+        block, split, splits, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, end, pairs = jobs.share(split, count0, count1)
+        low, end, pairs = jobs.share(split, splits, count0, count1)
         index = keys.load_tile(low, end, lane, list_row, first, count0, count1)
         load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
         for j in range(0, pairs):
@@ -403,7 +403,7 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
 
 
 RUNTIME_INTEGERS = [
-    "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
+    "jobs_count", "tokens", "token0", "whole", "splits", "rows0", "rows1", "index_stride0",
     "index_stride1", "width0", "width1", "queries", "window", "causal",
     "q_batch_stride", "q_token_stride",
     "q_head_stride", "rope_period", "total", "padded", "wait", "release", "scale", "floor",
@@ -413,15 +413,15 @@ RUNTIME_INTEGERS = [
 @gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
 def attention_kernel(
     q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse, shares, share_lse, flags,
-    scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
+    scale, floor, jobs_count, tokens, token0, whole, splits, rows0, rows1, index_stride0, index_stride1,
     width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
     rope_period, total, padded, wait, release,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, MERGE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, MERGE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
     keys = Keys(
@@ -429,14 +429,14 @@ def attention_kernel(
         length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
         STRIDE0, STRIDE1,
     )  # fmt: skip
-    jobs = Jobs(jobs_count, tokens, token0, splits, HEADS, MERGE or EPILOGUE == EPILOGUE_PARTIAL)
+    jobs = Jobs(jobs_count, tokens, token0, whole, splits, HEADS, MERGE or EPILOGUE == EPILOGUE_PARTIAL)
     output = Output(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
     partial = Output(
-        shares, scales, share_lse, sink, cos, sin, rope_period, total, padded, floor,
-        HEADS, PER_GROUP, HALF, EPILOGUE_PARTIAL, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
+        shares, scales, share_lse, sink, cos, sin, rope_period, tokens - whole // ((HEADS + TILE - 1) // TILE), padded,
+        floor, HEADS, PER_GROUP, HALF, EPILOGUE_PARTIAL, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
     if wait != 0:
         gdc_wait()

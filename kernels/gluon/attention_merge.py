@@ -7,8 +7,8 @@ one waits for the flag, adds them in the order of the shares (so that results do
 finishes the row. Left and right warpgroups do this for their own columns, each with its own flag and its own copy of
 the log-sum-exp.
 
-Nobody waits in vain: jobs of earlier shares have smaller numbers, one CTA each (the launcher sees to it), and CTAs start in
-that order. A flag is back at zero when the kernel ends, and must be zero when it starts: see flags.py.
+Nobody waits in vain: jobs of earlier shares have smaller numbers, one CTA each (the launcher sees to it), and CTAs
+start in that order. A flag is back at zero when the kernel ends, and must be zero when it starts: see flags.py.
 """
 
 from triton.experimental import gluon
@@ -80,14 +80,16 @@ def take_in(partial, flag, oa, ob, sums, m, block, token, splits, HALF_OF_HEAD: 
 
 @gluon.jit
 def finish_share(
-    output, partial, flags, jobs, oa, ob, sums, m, sink, rope, staging, block, list_row, token, split,
+    output, partial, flags, jobs, oa, ob, sums, m, sink, rope, staging, block, list_row, token, split, splits,
     HALF_OF_HEAD: gl.constexpr,
 ):  # fmt: skip
-    """What follows a share's last key: hand it over, or, from the last share, finish the row."""
+    """What follows a job's last key: hand a share over, or, from a row's last share, take the others in and finish."""
     blocks: gl.constexpr = (jobs.HEADS + TILE - 1) // TILE
-    flag = flags + (list_row * blocks + block) * 2 + HALF_OF_HEAD
-    if split + 1 < jobs.splits:
-        hand_over(partial, flag, oa, ob, sums, m, sink, staging, block, token, split, jobs.splits, HALF_OF_HEAD)
+    place = list_row - jobs.whole // blocks  # the workspace has room for the rows that are not whole
+    flag = flags + (place * blocks + block) * 2 + HALF_OF_HEAD
+    if split + 1 < splits:
+        hand_over(partial, flag, oa, ob, sums, m, sink, staging, block, place, split, splits, HALF_OF_HEAD)
     else:
-        oa, ob, sums, m = take_in(partial, flag, oa, ob, sums, m, block, token, jobs.splits, HALF_OF_HEAD)
+        if splits > 1:
+            oa, ob, sums, m = take_in(partial, flag, oa, ob, sums, m, block, place, splits, HALF_OF_HEAD)
         output.finish(oa, ob, sums, m, sink, rope, staging, block, token, split, HALF_OF_HEAD)

@@ -66,23 +66,26 @@ def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor | None, launch, device) -> None:
-    """Run `launch(epilogue, sink, splits, workspace)`, split and merged if the tokens alone do not fill the GPU."""
+def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, cut: bool = True) -> None:
+    """Run `launch(epilogue, sink, splits, workspace)`, its keys shared out as the plan says.
+
+    cut: `launch` is one kernel launch, which may split the rows of its last wave alone.
+    """
     # A batch-invariant call is not split: the number of splits depends on the number of tokens.
-    splits, merged = 1, False
-    if not current().batch_invariant:
-        splits, merged = attention.choose_splits(tokens, heads, keys, _sm_count(device))
-    if splits == 1:
+    chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), cut)
+    if chosen is None or chosen.splits == 1:
         launch(epilogue, sink, 1, None)
         return
-    workspace = attention.shares(splits, tokens, heads, device) if merged else None
+    workspace = attention.shares(chosen, tokens, heads, device) if chosen.merged else None
     if workspace is not None:
-        launch(epilogue, sink, splits, workspace)
-        return
-    partials = torch.empty(splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
-    lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
-    launch(Epilogue("partial", partials, lse=lse), None, splits, None)
-    _merge(epilogue, partials, lse, sink)
+        launch(epilogue, sink, chosen.splits, workspace)
+    elif chosen.whole:
+        launch(epilogue, sink, 1, None)
+    else:
+        partials = torch.empty(chosen.splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
+        lse = torch.empty(chosen.splits, tokens, heads, dtype=torch.float32, device=device)
+        launch(Epilogue("partial", partials, lse=lse), None, chosen.splits, None)
+        _merge(epilogue, partials, lse, sink)
 
 
 # Gathered attention: q [T, H, D], kv [N, D].
@@ -173,7 +176,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
                 q, rows, lists, sink, scale, to, splits=splits, merge=merge, token0=token0, pdl=True
             )
 
-    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
+    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=False)
 
 
 def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):
@@ -213,7 +216,7 @@ def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
     def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
         attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits, merge=merge)
 
-    _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device)
+    _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device, cut=mask is None)
 
 
 def _minimum_rows(mask, sink) -> str | None:

@@ -77,16 +77,45 @@ def num_splits(tokens: int, head_blocks: int, tiles: int, sm_count: int) -> int:
     return max(1, min(sm_count // programs, tiles, MAX_SPLITS))
 
 
-# Hopper: most shares of a token's keys that the attention kernel merges itself, without a kernel behind it. The last
-# share's CTA reads all the others', so this is for few.
+@dataclass(frozen=True)
+class Plan:
+    """Which rows (tokens x blocks of 64 heads) of a Hopper attention are cut into shares of their keys.
+
+    The first `whole` rows are not; `merged`: the kernel merges the shares itself, else a kernel behind it does.
+    """
+
+    whole: int
+    splits: int
+    merged: bool
+
+
+# Hopper: microseconds on an H200 of one tile of 64 keys, and of merging shares inside the kernel: once, and per share
+# that the last one takes in. Most shares merged that way: above, a kernel with all multiprocessors is faster.
+TILE_US = 1.65
+MERGE_US = (2.0, 0.8)
 MERGED_SHARES = 3
 
 
-def hopper_shares(jobs: int, tiles: int, sm_count: int) -> tuple[int, bool]:
-    """(shares, merged inside) of ``jobs`` rows of 64 heads with ``tiles`` tiles of keys: one wave, no share empty."""
-    splits = max(1, min(tiles, sm_count // jobs))
+def hopper_plan(rows: int, tiles: int, sm_count: int, cut: bool) -> Plan:
+    """How `rows` rows with `tiles` tiles of keys each share the multiprocessors; no share is empty.
+
+    Up to one wave: every row in as many shares as there is room for. More: the rows of the last wave are cut if it is
+    at most half full, `cut` allows it, and that is expected to be faster.
+    """
+    if rows <= sm_count:
+        splits = max(1, min(tiles, sm_count // rows))
+        splits = -(-tiles // -(-tiles // splits))
+        return Plan(0, splits, 1 < splits <= MERGED_SHARES)
+    left = rows % sm_count
+    if not cut or not left:
+        return Plan(rows, 1, False)
+
+    def cost(splits: int) -> float:
+        return -(-tiles // splits) * TILE_US + (MERGE_US[0] + (splits - 1) * MERGE_US[1] if splits > 1 else 0.0)
+
+    splits = min(range(1, min(tiles, sm_count // left) + 1), key=cost)
     splits = -(-tiles // -(-tiles // splits))
-    return splits, 1 < splits <= MERGED_SHARES
+    return Plan(rows - left, splits, True) if splits > 1 else Plan(rows, 1, False)
 
 
 # Hopper: rows (tokens x heads) of a split call between which the next kernel must not be let in before the attention is
