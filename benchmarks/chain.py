@@ -1,6 +1,7 @@
 """The whole chain, attention -> inverse RoPE -> FP8 quantisation -> grouped GEMM, in one CUDA graph per variant.
 
-Ours: the two ops as the pass emits them, from 192 tokens on also with DeepGEMM as the product's backend. Peers: FlashMLA (sparse decode over FP8 pages, and sparse forward over bf16
+Ours: the two ops as the pass emits them, and for many tokens also with DeepGEMM as the product's backend, which is used
+only where it is installed and asked for. Peers: FlashMLA (sparse decode over FP8 pages, and sparse forward over bf16
 rows), a one-row-per-warp rotation + quantisation kernel (stand-in, see peers.py), DeepGEMM's fp8_einsum. Every variant
 is checked against float64 before it is timed.
 """

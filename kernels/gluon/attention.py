@@ -81,7 +81,7 @@ def plan(tokens: int, heads: int, keys: int, sm_count: int, cut: bool = True) ->
 
 @dataclass(frozen=True)
 class Shares:
-    """Where shares meet that the kernel merges itself; its first `whole` rows (tokens x blocks of 64 heads) are not cut.
+    """Where shares meet that the kernel merges itself; the first `whole` rows (see the plan) are not cut.
 
     For t tokens with the others, P shares: out bf16 [P - 1, t, H, 512], lse fp32 [2, P, t, H], flags (zeros).
     """

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
-from .attention_merge import finish_share
+from .attention_merge import finish_job
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
@@ -207,12 +207,8 @@ def consumer_left(
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        if MERGE:
-            finish_share(
-                output, partial, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], block, list_row, token, split, splits, 0
-            )  # fmt: skip
-        else:
-            output.finish(oa, ob, sums, m, sink, (), sh.p[0], block, token, split, 0)
+        place = (block, list_row, token, split, splits)
+        finish_job(output, partial, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], place, 0, MERGE)
         done += pairs
         turn += 1
 
@@ -289,7 +285,9 @@ def right_first(sh, j, parity, m, l, oa, ob):
 
 
 @gluon.jit
-def consumer_right(sh, keys, jobs, output, partial, flags, scale, SKIP: gl.constexpr, MERGE: gl.constexpr):
+def consumer_right(
+    sh, keys, jobs, output, partial, flags, scale, SKIP: gl.constexpr, MERGE: gl.constexpr
+):  # fmt: skip
     """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0
@@ -321,12 +319,8 @@ def consumer_right(sh, keys, jobs, output, partial, flags, scale, SKIP: gl.const
         mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
         mbarrier.wait(sh.empty[5], (done + pairs - 1) & 1)
-        if MERGE:
-            finish_share(
-                output, partial, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], block, list_row, token, split, splits, 1
-            )  # fmt: skip
-        else:
-            output.finish(oa, ob, sums, m, sink, rope, sh.p[1], block, token, split, 1)
+        place = (block, list_row, token, split, splits)
+        finish_job(output, partial, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], place, 1, MERGE)
         done += pairs
         turn += 1
 

@@ -79,17 +79,21 @@ def take_in(partial, flag, oa, ob, sums, m, block, token, splits, HALF_OF_HEAD: 
 
 
 @gluon.jit
-def finish_share(
-    output, partial, flags, jobs, oa, ob, sums, m, sink, rope, staging, block, list_row, token, split, splits,
-    HALF_OF_HEAD: gl.constexpr,
+def finish_job(
+    output, partial, flags, jobs, oa, ob, sums, m, sink, rope, staging, place,
+    HALF_OF_HEAD: gl.constexpr, MERGE: gl.constexpr,
 ):  # fmt: skip
-    """What follows a job's last key: hand a share over, or, from a row's last share, take the others in and finish."""
-    blocks: gl.constexpr = (jobs.HEADS + TILE - 1) // TILE
-    place = list_row - jobs.whole // blocks  # the workspace has room for the rows that are not whole
-    flag = flags + (place * blocks + block) * 2 + HALF_OF_HEAD
-    if split + 1 < splits:
-        hand_over(partial, flag, oa, ob, sums, m, sink, staging, block, place, split, splits, HALF_OF_HEAD)
+    """What follows a job's last key: finish the row, or (MERGE) hand a share over, or take the others in before."""
+    block, list_row, token, split, splits = place
+    if MERGE:
+        blocks: gl.constexpr = (jobs.HEADS + TILE - 1) // TILE
+        row = list_row - jobs.whole // blocks  # the workspace has room for the rows that are not whole
+        flag = flags + (row * blocks + block) * 2 + HALF_OF_HEAD
+        if split + 1 < splits:
+            hand_over(partial, flag, oa, ob, sums, m, sink, staging, block, row, split, splits, HALF_OF_HEAD)
+        else:
+            if splits > 1:
+                oa, ob, sums, m = take_in(partial, flag, oa, ob, sums, m, block, row, splits, HALF_OF_HEAD)
+            output.finish(oa, ob, sums, m, sink, rope, staging, block, token, split, HALF_OF_HEAD)
     else:
-        if splits > 1:
-            oa, ob, sums, m = take_in(partial, flag, oa, ob, sums, m, block, place, splits, HALF_OF_HEAD)
         output.finish(oa, ob, sums, m, sink, rope, staging, block, token, split, HALF_OF_HEAD)

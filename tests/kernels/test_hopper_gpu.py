@@ -124,7 +124,8 @@ def test_early_launches(tokens, paged):
 
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(("tokens", "heads", "splits"), [
-    (1, 128, 18), (3, 128, 7), (8, 128, 6), (16, 128, 4), (33, 128, 2), (60, 64, 2), (40, 16, 3), (70, 128, 4), (140, 64, 16),
+    (1, 128, 18), (3, 128, 7), (8, 128, 6), (16, 128, 4), (33, 128, 2), (60, 64, 2), (40, 16, 3),
+    (70, 128, 4), (140, 64, 16),
 ])  # fmt: skip
 def test_shares(monkeypatch, tokens, heads, splits, merged):
     """Shares of an odd number of tiles, of few and of no keys (lengths), merged by the kernel itself or behind it;
