@@ -83,7 +83,8 @@ def plan(tokens: int, heads: int, keys: int, sm_count: int, cut: bool = True) ->
 class Shares:
     """Where shares meet that the kernel merges itself; the first `whole` rows (see the plan) are not cut.
 
-    For t tokens with the others, P shares: out bf16 [P - 1, t, H, 512], lse fp32 [2, P, t, H], flags (zeros).
+    For r other rows of 64 heads and P shares: out bf16 [P - 1, r, 64, 512] and lse fp32 [P - 1, r, 2, 64] in an order of
+    the kernel's own, flags int32 [2 r] (zeros).
     """
 
     whole: int
@@ -94,17 +95,14 @@ class Shares:
 
 def shares(chosen: tuning_data.Plan, tokens: int, heads: int, device: torch.device) -> Shares | None:
     """Workspace of a call of T tokens that merges its shares inside the kernel; None where it cannot."""
-    blocks = math.ceil(heads / TILE)
-    if (tokens * blocks - chosen.whole) * chosen.splits > torch.cuda.get_device_properties(
-        device
-    ).multi_processor_count:
+    rows = tokens * math.ceil(heads / TILE) - chosen.whole
+    if rows * chosen.splits > torch.cuda.get_device_properties(device).multi_processor_count:
         return None  # a share may wait only for CTAs that started before its own
-    left = tokens - chosen.whole // blocks
-    words = flags.flags(device, 2 * left * blocks)
+    words = flags.flags(device, 2 * rows)
     if words is None:
         return None
-    out = torch.empty(chosen.splits - 1, left, heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    return Shares(chosen.whole, out, torch.empty(2, chosen.splits, left, heads, device=device), words)
+    out = torch.empty(chosen.splits - 1, rows, TILE, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    return Shares(chosen.whole, out, torch.empty(chosen.splits - 1, rows, 2, TILE, device=device), words)
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def left_pair(
 
 @gluon.jit
 def consumer_left(
-    sh, keys, jobs, output, partial, flags, scale, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, MERGE: gl.constexpr
+    sh, keys, jobs, output, shares, flags, scale, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, MERGE: gl.constexpr
 ):  # fmt: skip
     """Scores of each pair's first tile; output columns 0..255."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -208,7 +208,7 @@ def consumer_left(
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
         place = (block, list_row, token, split, splits)
-        finish_job(output, partial, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], place, 0, MERGE)
+        finish_job(output, shares, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], place, 0, MERGE)
         done += pairs
         turn += 1
 
@@ -286,7 +286,7 @@ def right_first(sh, j, parity, m, l, oa, ob):
 
 @gluon.jit
 def consumer_right(
-    sh, keys, jobs, output, partial, flags, scale, SKIP: gl.constexpr, MERGE: gl.constexpr
+    sh, keys, jobs, output, shares, flags, scale, SKIP: gl.constexpr, MERGE: gl.constexpr
 ):  # fmt: skip
     """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -320,7 +320,7 @@ def consumer_right(
         sums = l + sh.stats[2].load(ROWS)
         mbarrier.wait(sh.empty[5], (done + pairs - 1) & 1)
         place = (block, list_row, token, split, splits)
-        finish_job(output, partial, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], place, 1, MERGE)
+        finish_job(output, shares, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], place, 1, MERGE)
         done += pairs
         turn += 1
 
@@ -428,10 +428,7 @@ def attention_kernel(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
-    partial = Output(
-        shares, scales, share_lse, sink, cos, sin, rope_period, tokens - whole // ((HEADS + TILE - 1) // TILE), padded,
-        floor, HEADS, PER_GROUP, HALF, EPILOGUE_PARTIAL, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
-    )  # fmt: skip
+    meeting = (shares, share_lse)
     if wait != 0:
         gdc_wait()
     if release != 0:
@@ -440,8 +437,8 @@ def attention_kernel(
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     gl.warp_specialize(
         [
-            (consumer_right, (sh, keys, jobs, output, partial, flags, scale, SKIP, MERGE)),
-            (consumer_left, (sh, keys, jobs, output, partial, flags, scale, OUTSTANDING, SKIP, MERGE)),
+            (consumer_right, (sh, keys, jobs, output, meeting, flags, scale, SKIP, MERGE)),
+            (consumer_left, (sh, keys, jobs, output, meeting, flags, scale, OUTSTANDING, SKIP, MERGE)),
             (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
         ],
         [4, 4],

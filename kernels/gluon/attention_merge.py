@@ -14,7 +14,18 @@ start in that order. A flag is back at zero when the kernel ends, and must be ze
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .hopper import COLUMNS, LOG2E, OUTPUT, SCORES, TILE, exp2_approx, per_row
+from .hopper import COLUMNS, OUTPUT, SCORES, TILE, exp2_approx, per_row, pin_int
+# An accumulator's chunk [64 rows, 128 columns] as [row, lane of the row's quad, piece, 8 values]: as it lies in the
+# registers anyway, up to their numbering, so that each piece leaves and enters as 16 bytes.
+PIECES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [8, 0, 0, 0], [0, 0, 1, 0], [0, 0, 2, 0]],
+        lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, 4, 8],
+    )
+)
 
 
 @gluon.jit
@@ -26,53 +37,87 @@ def raise_flag(flag):
 
 @gluon.jit
 def wait_for_flag(flag, value):
-    """Return once the flag has reached `value`; what was written before is visible then."""
+    """Return once the flag has reached `value`; what was written before is visible to the warpgroup then.
+
+    With pauses: the word is far away, and several hundred threads asking for it delay the one who writes it.
+    """
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; WAIT: ld.acquire.gpu.global.u32 $0, [$1]; setp.lt.u32 p, $0, $2; @p bra WAIT; }",
-        "=r,l,r",
+        "{ .reg .pred p; WAIT: ld.acquire.gpu.global.u32 $0, [$1]; setp.lt.u32 p, $0, $2; @p nanosleep.u32 100; "
+        "@p bra WAIT; }",
+        "=&r,l,r",
         [flag, value],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
     )
+    gl.thread_barrier()
 
 
 @gluon.jit
-def hand_over(partial, flag, oa, ob, sums, m, sink, staging, block, token, split, splits, HALF_OF_HEAD: gl.constexpr):
-    """Write this share's columns and raise the flag. `partial`: an Output of shares; its lse is [2, P, T, H]."""
-    copy = split + HALF_OF_HEAD * splits
-    inverse = per_row(partial.denominator(sums, m, sink, block, token, copy, True))
-    partial.chunk(oa * inverse, staging, block, token, split, HALF_OF_HEAD * 2)
-    partial.chunk(ob * inverse, staging, block, token, split, HALF_OF_HEAD * 2 + 1)
+def in_pieces(x):
+    """x[64, 128] in the layout PIECES. Nothing moves between threads."""
+    pieces = gl.permute(gl.reshape(x, [TILE, COLUMNS // 8, 4, 2]), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(pieces, [TILE, 4, COLUMNS // 32, 8]), PIECES)
+
+
+@gluon.jit
+def from_pieces(x):
+    """The inverse of `in_pieces`."""
+    columns = gl.permute(gl.reshape(x, [TILE, 4, COLUMNS // 8, 2]), (0, 2, 1, 3))
+    return gl.convert_layout(gl.reshape(columns, [TILE, COLUMNS]), OUTPUT)
+
+
+@gluon.jit
+def piece_pointers(out, place):
+    """Where chunk number `place` of the workspace is: pieces of neighbouring threads are neighbours."""
+    LAYOUT: gl.constexpr = PIECES
+    row = gl.arange(0, TILE, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    piece = gl.arange(0, COLUMNS // 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
+    inner = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    offset = gl.expand_dims(gl.expand_dims(gl.expand_dims(row * 32, 1), 2), 3)
+    offset += gl.expand_dims(gl.expand_dims(gl.expand_dims(lane * 8, 0), 2), 3)
+    offset += gl.expand_dims(gl.expand_dims(gl.expand_dims(piece * (TILE * 32), 0), 1), 3)
+    offset += gl.expand_dims(gl.expand_dims(gl.expand_dims(inner, 0), 1), 2)
+    return out + place.to(gl.int64) * (TILE * COLUMNS) + offset
+
+
+@gluon.jit
+def hand_over(shares, flag, oa, ob, sums, m, place):
+    """Write a share's columns and log-sum-exp (log2 units) and raise the flag."""
+    out, lse = shares
+    inverse = per_row(1.0 / gl.maximum(sums, 1e-30))
+    gl.store(piece_pointers(out, place * 2), in_pieces((oa * inverse).to(gl.bfloat16)))
+    gl.store(piece_pointers(out, place * 2 + 1), in_pieces((ob * inverse).to(gl.bfloat16)))
+    row = gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
+    gl.store(lse + place * TILE + row, m + gl.log2(sums))
     raise_flag(flag)
 
 
 @gluon.jit
-def add_chunk(partial, x, weight, head, token, split, CHUNK: gl.constexpr):
-    """x[64, 128] plus weight[64] times a chunk of another share."""
-    columns = CHUNK * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, OUTPUT))
-    pointer = partial.out + gl.expand_dims(partial.row_offset(head, token, split), 1) + gl.expand_dims(columns, 0)
-    other = gl.load(pointer, mask=gl.expand_dims(head < partial.HEADS, 1), other=0.0)
-    return x + other.to(gl.float32) * per_row(weight)
+def add_chunk(x, out, place, weight):
+    """x[64, 128] plus weight[64] times chunk number `place` of the workspace."""
+    other = gl.load(piece_pointers(out, place))
+    return x + from_pieces(other).to(gl.float32) * per_row(weight)
 
 
 @gluon.jit
-def take_in(partial, flag, oa, ob, sums, m, block, token, splits, HALF_OF_HEAD: gl.constexpr):
+def take_in(shares, flag, oa, ob, sums, m, place, step, splits):
     """(accumulators, denominators, reference points) of all shares: the own ones plus what `hand_over` left."""
+    out, lse = shares
     wait_for_flag(flag, splits - 1)
-    head = block * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
-    row = block * TILE + gl.arange(0, TILE, gl.SliceLayout(1, OUTPUT))
+    place = pin_int(place)  # or what follows from it is computed before the loops over the keys, and spilled there
+    row = gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
     for split in range(0, splits - 1):
-        copy = split + HALF_OF_HEAD * splits
-        pointer = partial.lse + (copy.to(gl.int64) * partial.total + token) * partial.HEADS + head
-        other = gl.load(pointer, mask=head < partial.HEADS, other=float("-inf")) * LOG2E
+        other = gl.load(lse + place * TILE + row)
         new = gl.maximum(m, other)
         keep = exp2_approx(m - new)
         weight = exp2_approx(other - new)
-        oa = add_chunk(partial, oa * per_row(keep), weight, row, token, split, HALF_OF_HEAD * 2)
-        ob = add_chunk(partial, ob * per_row(keep), weight, row, token, split, HALF_OF_HEAD * 2 + 1)
+        oa = add_chunk(oa * per_row(keep), out, place * 2, weight)
+        ob = add_chunk(ob * per_row(keep), out, place * 2 + 1, weight)
         sums = sums * keep + weight
         m = new
+        place += step
     gl.thread_barrier()  # every thread has seen the flag
     gl.store(flag, 0)
     return oa, ob, sums, m
@@ -80,20 +125,24 @@ def take_in(partial, flag, oa, ob, sums, m, block, token, splits, HALF_OF_HEAD: 
 
 @gluon.jit
 def finish_job(
-    output, partial, flags, jobs, oa, ob, sums, m, sink, rope, staging, place,
+    output, shares, flags, jobs, oa, ob, sums, m, sink, rope, staging, place,
     HALF_OF_HEAD: gl.constexpr, MERGE: gl.constexpr,
 ):  # fmt: skip
-    """What follows a job's last key: finish the row, or (MERGE) hand a share over, or take the others in before."""
+    """What follows a job's last key: finish the row, or (MERGE) hand a share over, or take the others in before.
+
+    shares: bf16 values [P - 1, rows that are not whole, 2 halves, 2 chunks, 64 * 128] as `piece_pointers` orders them,
+    and fp32 log-sum-exps [P - 1, rows, 2 halves, 64].
+    """
     block, list_row, token, split, splits = place
     if MERGE:
         blocks: gl.constexpr = (jobs.HEADS + TILE - 1) // TILE
-        row = list_row - jobs.whole // blocks  # the workspace has room for the rows that are not whole
-        flag = flags + (row * blocks + block) * 2 + HALF_OF_HEAD
+        row = (list_row * blocks + block - jobs.whole) * 2 + HALF_OF_HEAD
+        step = (jobs.tokens * blocks - jobs.whole) * 2
         if split + 1 < splits:
-            hand_over(partial, flag, oa, ob, sums, m, sink, staging, block, row, split, splits, HALF_OF_HEAD)
+            hand_over(shares, flags + row, oa, ob, sums, m, split * step + row)
         else:
             if splits > 1:
-                oa, ob, sums, m = take_in(partial, flag, oa, ob, sums, m, block, row, splits, HALF_OF_HEAD)
+                oa, ob, sums, m = take_in(shares, flags + row, oa, ob, sums, m, row, step, splits)
             output.finish(oa, ob, sums, m, sink, rope, staging, block, token, split, HALF_OF_HEAD)
     else:
         output.finish(oa, ob, sums, m, sink, rope, staging, block, token, split, HALF_OF_HEAD)

@@ -11,7 +11,7 @@ from ..modes import current
 from ..tuning.bgemm import Form, hopper_form
 from .gate import hopper_reason
 
-TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "GROUPED": False}
+TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
 
 
 def unsupported_reason(
@@ -77,34 +77,6 @@ def launch(
     bytes_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     flat_layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     byte_weights = weight_scales.element_size() == 1
-    if form.weight_rows == 256:
-        from .bgemm_wide import wide_bgemm_kernel
-
-        wide_bgemm_kernel[(min(sms, count),)](
-            TensorDescriptor.from_tensor(codes.view(groups * tokens, width), [form.tokens, 128], bytes_layout),
-            TensorDescriptor.from_tensor(weight.view(groups * rows, width), [form.weight_rows, 128], bytes_layout),
-            TensorDescriptor.from_tensor(scales.view(-1), [form.tokens], flat_layout),
-            weight_scales.view(torch.uint8) if byte_weights else weight_scales,
-            TensorDescriptor.from_tensor(
-                out.view(tokens, groups * rows),
-                [64, 64],
-                NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
-            ),
-            count,
-            tokens,
-            blocks_t,
-            scales.shape[-1],
-            ROW_TILES=row_tiles,
-            K_BLOCKS=width // 128,
-            STAGES=form.stages,
-            PACKED_X=scales.dtype == torch.int32,
-            BYTES_W=byte_weights,
-            PDL=pdl,
-            num_warps=4,
-            **({"launch_pdl": True} if pdl else {}),
-            **{k: v for k, v in (TUNING | (tuning or {})).items() if k != "GROUPED"},
-        )
-        return
     bgemm_kernel[(min(sms, count),)](
         TensorDescriptor.from_tensor(codes.view(groups * tokens, width), [form.tokens, 128], bytes_layout),
         TensorDescriptor.from_tensor(weight.view(groups * rows, width), [form.weight_rows, 128], bytes_layout),

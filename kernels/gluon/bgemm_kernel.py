@@ -127,12 +127,6 @@ class WeightScales:
         return gl.load(self.pointer + row * tiles.K_BLOCKS + block)
 
     @gluon.jit
-    def load_half(self, tiles, group, row_tile, half, block):
-        """Raw scale of block `half` of 128 rows of a tile of 256."""
-        row = (group * tiles.ROW_TILES + row_tile) * (tiles.WEIGHT_ROWS // 128) + half
-        return gl.load(self.pointer + row * tiles.K_BLOCKS + block)
-
-    @gluon.jit
     def product(self, x, w, block):
         """Token scales x (raw, as they are in memory) times a raw weight scale."""
         if self.PACKED:
@@ -277,9 +271,7 @@ def consumer(
 
 
 @gluon.jit
-def producer(
-    x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constexpr, PDL: gl.constexpr, GROUPED: gl.constexpr
-):  # fmt: skip
+def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constexpr, PDL: gl.constexpr):
     """Stream both operands' blocks and the token scales through the ring."""
     scale_bytes: gl.constexpr = 4 * ring.scales.shape[1]
     size: gl.constexpr = tiles.BLOCKS * ((tiles.TOKENS + tiles.WEIGHT_ROWS) * BLOCK + scale_bytes)
@@ -294,15 +286,10 @@ def producer(
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             full = ring.full.index(stage)
             mbarrier.expect(full, size)
-            if GROUPED:
-                for b in gl.static_range(tiles.BLOCKS):
-                    slot = stage * tiles.BLOCKS + b
-                    tma.async_copy_global_to_shared(w_rows, [w_row, (k + b) * BLOCK], full, ring.w.index(slot))
             for b in gl.static_range(tiles.BLOCKS):
                 slot = stage * tiles.BLOCKS + b
                 block = k + b
-                if not GROUPED:
-                    tma.async_copy_global_to_shared(w_rows, [w_row, block * BLOCK], full, ring.w.index(slot))
+                tma.async_copy_global_to_shared(w_rows, [w_row, block * BLOCK], full, ring.w.index(slot))
                 x_row = group * tiles.tokens + first
                 tma.async_copy_global_to_shared(x_rows, [x_row, block * BLOCK], full, ring.x.index(slot))
                 if PACKED:
@@ -319,7 +306,7 @@ def bgemm_kernel(
     GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
     WEIGHT_ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, SWAP: gl.constexpr,
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr, ORDERED: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, GROUPED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K]; scale_rows: of all token scales, flat; see `launch`."""
     tiles = Tiles(tiles_count, tokens, blocks_t, ROW_TILES, K_BLOCKS, TOKENS, WEIGHT_ROWS, STAGES, BLOCKS)
@@ -349,7 +336,7 @@ def bgemm_kernel(
         [
             (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, ORDERED, PDL)),
             (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, ORDERED, PDL)),
-            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL, GROUPED)),
+            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

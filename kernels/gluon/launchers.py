@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..modes import current
 from ..ops.dispatch import Launcher, register_launcher
+from ..tuning import attention as tuning_data
 from . import attention, bgemm, deepgemm, gate
 from .attention import Epilogue
 
@@ -43,6 +44,7 @@ def _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales) -> Epi
 def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None) -> None:
     """Merge the partials of all splits and run `epilogue` there."""
     from ..triton import merge as merging
+    from ..triton import merge_rows
     from ..triton.epilogue import quant_mode
 
     _, tokens, heads, dim = partials.shape
@@ -57,6 +59,12 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     quant = quant_mode(epilogue.scale_rule, epilogue.packed) if epilogue.kind == "quant" else 0
     after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
     out = epilogue.out.view(torch.uint8) if quant else epilogue.out
+    if tiling := tuning_data.merge_tiling(tokens * heads, partials.shape[0]):
+        rows, num_warps, pdl = tiling
+        merge_rows.merge_rows_into(
+            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=pdl
+        )
+        return
     decision = merging.decide(partials, None, epilogue=True)
     decision = replace(decision, pdl=True)
     merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after)

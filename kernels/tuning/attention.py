@@ -127,3 +127,10 @@ LATE_RELEASE = (512, 1024)
 def release_early(rows: int, splits: int) -> bool:
     """Whether the kernel behind the Hopper attention may be launched while that still runs."""
     return splits == 1 or not LATE_RELEASE[0] <= rows <= LATE_RELEASE[1]
+
+
+def merge_tiling(rows: int, partials: int) -> tuple[int, int, bool] | None:
+    """(rows per program, warps, dependent launch) of the merge behind a split Hopper attention; None: a program each."""
+    if rows < 512 or partials > 8:
+        return None
+    return 8, 4, True

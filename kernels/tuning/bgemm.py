@@ -125,7 +125,7 @@ HOPPER_STREAMING: list[tuple[int, Form, Form]] = [
 HOPPER_WAVES: list[tuple[Form, float]] = [
     (Form(64, 128, 4, 2), 12.5),
     (Form(128, 128, 6, 1, ordered=True), 18.0),
-    (Form(256, 128, 4, 1, ordered=True), 26.0),
+    (Form(256, 128, 4, 1), 26.0),
 ]
 
 
