@@ -15,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .hopper import COLUMNS, OUTPUT, SCORES, TILE, exp2_approx, per_row, pin_int
+
 # An accumulator's chunk [64 rows, 128 columns] as [row, lane of the row's quad, piece, 8 values]: as it lies in the
 # registers anyway, up to their numbering, so that each piece leaves and enters as 16 bytes.
 PIECES = gl.constexpr(

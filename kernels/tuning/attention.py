@@ -130,7 +130,7 @@ def release_early(rows: int, splits: int) -> bool:
 
 
 def merge_tiling(rows: int, partials: int) -> tuple[int, int, bool] | None:
-    """(rows per program, warps, dependent launch) of the merge behind a split Hopper attention; None: a program each."""
-    if rows < 512 or partials > 8:
+    """(rows per program, warps, dependent launch) of the merge behind a split Hopper attention; None: one row each."""
+    if rows < 512 or partials > 10:
         return None
     return 8, 4, True
