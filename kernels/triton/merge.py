@@ -30,7 +30,7 @@ import triton.language as tl
 
 from ..modes import current
 from ..reduction import KvSplitDecision, choose_kv_split, default_layout, for_blocks
-from .epilogue import QUANT_NONE, finish_rows, quant_mode
+from .epilogue import QUANT_NONE, finish_rows, load_tables, quant_mode
 from .interpreter import (
     device_of,
     e4m3_is_native,
@@ -156,6 +156,17 @@ def _merge_kernel(
     batch = _load_batch(
         0, row, num_rows, channel, num_partials, partials_ptr, max_ptr, sum_ptr, D, KV_SPLIT, UNROLL, HAS_SUM
     )
+    # What the end of the row needs is loaded here: there the memory's latency would be waited out once more.
+    table_offsets = (
+        (token.to(tl.int64) * cos_stride_t) + tl.zeros([1], tl.int64),
+        (token.to(tl.int64) * sin_stride_t) + tl.zeros([1], tl.int64),
+    )
+    tables = None
+    if HALF > 0:
+        if WIDTH % (2 * HALF) == 0 and D % (2 * HALF) == 0:
+            tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
+    if HAS_SINK:
+        sink = load_fp32(tl.load(sink_ptr + head)) * inverse_scale
     # The next batch is loaded before this one is merged: a loop that loads and merges in turn waits out the memory's
     # latency at every iteration. Past the last partial nothing is loaded.
     if BATCHES > 0:
@@ -202,7 +213,6 @@ def _merge_kernel(
     row_total = tl.sum(total * factor, axis=0)
     x = tl.sum(acc * factor[:, None], axis=0)
     if HAS_SINK:
-        sink = load_fp32(tl.load(sink_ptr + head)) * inverse_scale
         with_sink = tl.maximum(row_top, sink)
         rescale = tl.exp2((row_top - with_sink) * scale_log2)
         row_total = row_total * rescale + tl.exp2((sink - with_sink) * scale_log2)
@@ -214,10 +224,6 @@ def _merge_kernel(
             tl.store(stats_ptr + row.to(tl.int64) * 2 + 1, row_total)
     # Nothing attended and no sink: zeros. A NaN total stays a NaN.
     x = x * tl.where(row_total == 0.0, 0.0, 1.0 / row_total)
-    table_offsets = (
-        (token.to(tl.int64) * cos_stride_t) + tl.zeros([1], tl.int64),
-        (token.to(tl.int64) * sin_stride_t) + tl.zeros([1], tl.int64),
-    )
     finish_rows(
         x[None, :],
         out_ptr,
@@ -241,6 +247,7 @@ def _merge_kernel(
         BLOCK,
         QUANT,
         NATIVE,
+        tables,
     )
 
 

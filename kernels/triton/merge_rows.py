@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .epilogue import finish_rows
+from .epilogue import finish_rows, load_tables
 from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, supports_pdl
 from .merge import Epilogue
 from .rope_quant import scale_pointer
@@ -59,6 +59,8 @@ def _merge_rows_kernel(
     pdl_release(PDL)
     pdl_wait(PDL)
 
+    if HAS_SINK:
+        sink = load_fp32(tl.load(sink_ptr + head)) * 1.4426950408889634
     values = ()
     tops = ()
     for slot in tl.static_range(0, PARTIALS):
@@ -66,11 +68,13 @@ def _merge_rows_kernel(
         address = partials_ptr + statistic.to(tl.int64)[:, None] * D + channel[None, :]
         values = values + (tl.load(address),)  # type: ignore[assignment]
         tops = tops + (tl.load(lse_ptr + statistic) * 1.4426950408889634,)  # type: ignore[assignment]
+    table_offsets = (token.to(tl.int64) * cos_stride_t, token.to(tl.int64) * sin_stride_t)
+    tl.debug_barrier()  # all loads above are issued before anything waits for the tables
+    tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
     top = tops[0]
     for slot in tl.static_range(1, PARTIALS):
         top = tl.maximum(top, tops[slot])
     if HAS_SINK:
-        sink = load_fp32(tl.load(sink_ptr + head)) * 1.4426950408889634
         top = tl.maximum(top, sink)
     top = tl.where(top == float("-inf"), 0.0, top)  # nothing attended: every weight is zero
     acc = tl.zeros([ROWS, D], tl.float32)
@@ -83,7 +87,6 @@ def _merge_rows_kernel(
     if HAS_SINK:
         total += tl.exp2(sink - top)
     acc = acc * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
-    table_offsets = (token.to(tl.int64) * cos_stride_t, token.to(tl.int64) * sin_stride_t)
     finish_rows(
         acc,
         out_ptr,
@@ -107,6 +110,7 @@ def _merge_rows_kernel(
         BLOCK,
         QUANT,
         NATIVE,
+        tables,
     )
 
 
