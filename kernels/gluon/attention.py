@@ -83,8 +83,8 @@ def plan(tokens: int, heads: int, keys: int, sm_count: int, cut: bool = True) ->
 class Shares:
     """Where shares meet that the kernel merges itself; the first `whole` rows (see the plan) are not cut.
 
-    For r other rows of 64 heads and P shares: out bf16 [P - 1, r, 64, 512] and lse fp32 [P - 1, r, 2, 64] in an order of
-    the kernel's own, flags int32 [2 r] (zeros).
+    For r other rows of 64 heads and P shares: out bf16 [P - 1, r, 64, 512] and lse fp32 [P - 1, r, 2, 64] in an order
+    of the kernel's own, flags int32 [2 r] (zeros).
     """
 
     whole: int

@@ -109,7 +109,7 @@ def take_in(shares, flag, oa, ob, sums, m, place, step, splits):
     wait_for_flag(flag, splits - 1)
     place = pin_int(place)  # or what follows from it is computed before the loops over the keys, and spilled there
     row = gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
-    for split in range(0, splits - 1):
+    for _ in range(0, splits - 1):
         other = gl.load(lse + place * TILE + row)
         new = gl.maximum(m, other)
         keep = exp2_approx(m - new)
