@@ -23,7 +23,6 @@ _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors,
 # and 3 do not differ), registers of the two worker partitions (the default one, consumer_right, gets 504 - both).
 TUNING = {
     "OUTSTANDING": 1,
-    "SKIP": 1,
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
@@ -75,8 +74,7 @@ def _even_rows(indices: Tensor) -> Tensor:
 
 def plan(tokens: int, heads: int, keys: int, sm_count: int, cut: bool = True) -> tuning_data.Plan:
     """How a call's keys are shared out, from capacities only. cut: whether rows of a last wave alone may be split."""
-    rows = max(tokens, 1) * math.ceil(heads / TILE)
-    return tuning_data.hopper_plan(rows, max(1, math.ceil(keys / TILE)), sm_count, cut)
+    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut)
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,7 @@ def left_second(sh, last, parity, z, s, term, m0, l, oa, ob, tb, OUTSTANDING: gl
 
 
 @gluon.jit
-def left_pair(
-    sh, j, last, absent, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr
-):  # fmt: skip
+def left_pair(sh, j, last, absent, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl.constexpr):
     """One pair of tiles for consumer_left: enters with its scores complete and, unless last, leaves with the next.
 
     absent: the pair is the job's last and has no second tile. Every barrier counts it all the same.
@@ -149,18 +147,15 @@ def left_pair(
     tb = warpgroup_mma(operand, key_chunk(sh, 1, z), ob, is_async=True)
     oa = warpgroup_mma_wait(1, deps=[ta])
     mbarrier.arrive(sh.empty[0])
-    if SKIP:
-        if absent:
-            ob = warpgroup_mma_wait(0, deps=[tb])
-            mbarrier.arrive(sh.empty[1])
-            mbarrier.wait(sh.full[4], parity)
-            mbarrier.wait(sh.full[5], parity)
-            mbarrier.wait(sh.p_ready[1], parity)
-            mbarrier.arrive(sh.empty[4])
-            mbarrier.arrive(sh.empty[5])
-            m = m0
-        else:
-            s, term, m, l, oa, ob = left_second(sh, last, parity, z, s, term, m0, l, oa, ob, tb, OUTSTANDING)
+    if absent:
+        ob = warpgroup_mma_wait(0, deps=[tb])
+        mbarrier.arrive(sh.empty[1])
+        mbarrier.wait(sh.full[4], parity)
+        mbarrier.wait(sh.full[5], parity)
+        mbarrier.wait(sh.p_ready[1], parity)
+        mbarrier.arrive(sh.empty[4])
+        mbarrier.arrive(sh.empty[5])
+        m = m0
     else:
         s, term, m, l, oa, ob = left_second(sh, last, parity, z, s, term, m0, l, oa, ob, tb, OUTSTANDING)
     return s, term, m, l, oa, ob
@@ -168,7 +163,7 @@ def left_pair(
 
 @gluon.jit
 def consumer_left(
-    sh, keys, jobs, output, shares, flags, scale, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, MERGE: gl.constexpr
+    sh, keys, jobs, output, shares, flags, scale, OUTSTANDING: gl.constexpr, MERGE: gl.constexpr
 ):  # fmt: skip
     """Scores of each pair's first tile; output columns 0..255."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -198,9 +193,7 @@ def consumer_left(
             last = j + 1 == pairs
             absent = low + 2 * j + 1 >= end
             mbarrier.arrive(sh.q_empty, pred=last)
-            s, term, m, l, oa, ob = left_pair(
-                sh, j, last, absent, parity, s, term, m, l, oa, ob, scale, OUTSTANDING, SKIP
-            )
+            s, term, m, l, oa, ob = left_pair(sh, j, last, absent, parity, s, term, m, l, oa, ob, scale, OUTSTANDING)
         sink = output.load_sink(block)
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
@@ -286,7 +279,7 @@ def right_first(sh, j, parity, m, l, oa, ob):
 
 @gluon.jit
 def consumer_right(
-    sh, keys, jobs, output, shares, flags, scale, SKIP: gl.constexpr, MERGE: gl.constexpr
+    sh, keys, jobs, output, shares, flags, scale, MERGE: gl.constexpr
 ):  # fmt: skip
     """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -305,11 +298,8 @@ def consumer_right(
             last = j + 1 == pairs
             mbarrier.wait(sh.q_full, turn & 1)
             mbarrier.wait(sh.turn, parity)
-            if SKIP:
-                if low + 2 * j + 1 >= end:
-                    m, l, oa, ob = right_first(sh, j, parity, m, l, oa, ob)
-                else:
-                    m, l, oa, ob = right_pair(sh, j, last, parity, m, l, oa, ob, scale)
+            if low + 2 * j + 1 >= end:
+                m, l, oa, ob = right_first(sh, j, parity, m, l, oa, ob)
             else:
                 m, l, oa, ob = right_pair(sh, j, last, parity, m, l, oa, ob, scale)
         sink = output.load_sink(block)
@@ -414,7 +404,7 @@ def attention_kernel(
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, SKIP: gl.constexpr, MERGE: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, MERGE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
@@ -437,8 +427,8 @@ def attention_kernel(
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     gl.warp_specialize(
         [
-            (consumer_right, (sh, keys, jobs, output, meeting, flags, scale, SKIP, MERGE)),
-            (consumer_left, (sh, keys, jobs, output, meeting, flags, scale, OUTSTANDING, SKIP, MERGE)),
+            (consumer_right, (sh, keys, jobs, output, meeting, flags, scale, MERGE)),
+            (consumer_left, (sh, keys, jobs, output, meeting, flags, scale, OUTSTANDING, MERGE)),
             (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
         ],
         [4, 4],

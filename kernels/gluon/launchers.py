@@ -60,9 +60,9 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
     out = epilogue.out.view(torch.uint8) if quant else epilogue.out
     if tiling := tuning_data.merge_tiling(tokens * heads, partials.shape[0]):
-        rows, num_warps, pdl = tiling
+        rows, num_warps = tiling
         merge_rows.merge_rows_into(
-            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=pdl
+            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True
         )
         return
     decision = merging.decide(partials, None, epilogue=True)
@@ -84,11 +84,9 @@ def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch
     if chosen is None or chosen.splits == 1:
         launch(epilogue, sink, 1, None)
         return
-    workspace = attention.shares(chosen, tokens, heads, device) if chosen.merged else None
-    if workspace is not None:
-        launch(epilogue, sink, chosen.splits, workspace)
-    elif chosen.whole:
-        launch(epilogue, sink, 1, None)
+    if chosen.whole:
+        workspace = attention.shares(chosen, tokens, heads, device)
+        launch(epilogue, sink, 1 if workspace is None else chosen.splits, workspace)
     else:
         partials = torch.empty(chosen.splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
         lse = torch.empty(chosen.splits, tokens, heads, dtype=torch.float32, device=device)

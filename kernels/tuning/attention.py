@@ -81,56 +81,70 @@ def num_splits(tokens: int, head_blocks: int, tiles: int, sm_count: int) -> int:
 class Plan:
     """Which rows (tokens x blocks of 64 heads) of a Hopper attention are cut into shares of their keys.
 
-    The first `whole` rows are not; `merged`: the kernel merges the shares itself, else a kernel behind it does.
+    The first `whole` rows are not. With none whole, a kernel behind the attention merges the shares; with some, the cut
+    rows are those of the last wave, and the attention merges them itself.
     """
 
     whole: int
     splits: int
-    merged: bool
 
 
-# Hopper: microseconds on an H200 of one tile of 64 keys, and of merging shares inside the kernel: once, and per share
-# that the last one takes in. Most shares merged that way: above, a kernel with all multiprocessors is faster.
-TILE_US = 1.65
-MERGE_US = (2.0, 0.8)
-MERGED_SHARES = 3
+# Hopper, microseconds, all from measured chains on an H200.
+TILE_US = 1.75  # of a share: one tile of 64 keys
+# Of one share more in the merge behind the attention, by tokens x heads; in proportion above the last. That 64 rows
+# cost more than 128 is no misprint: 5 shares were 2.6 us faster than 10 there.
+SHARE_US = ((64, 0.87), (128, 0.16), (256, 0.3), (512, 0.25))
+SHARE_US_PER_ROW = 0.25 / 240
+# Of the form of the kernel that merges itself: to merge at all, per share beyond the first, and per whole wave before.
+MERGE_US, TAKE_IN_US, WAVE_US = 7.5, 1.4, 1.0
 
 
-def hopper_plan(rows: int, tiles: int, sm_count: int, cut: bool) -> Plan:
-    """How `rows` rows with `tiles` tiles of keys each share the multiprocessors; no share is empty.
+def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool) -> Plan:
+    """How rows with ``tiles`` tiles of keys each share the multiprocessors; no share is empty.
 
-    Up to one wave: every row in as many shares as there is room for. More: the rows of the last wave are cut if it is
-    at most half full, `cut` allows it, and that is expected to be faster.
+    Up to one wave: all rows are cut into the number of shares that is expected to be fastest. More: the rows of the last
+    wave are cut if `cut` allows it, there is room for two shares of each, and that is expected to be faster.
     """
+    rows = tokens * -(-heads // 64)
     if rows <= sm_count:
-        splits = max(1, min(tiles, sm_count // rows))
-        splits = -(-tiles // -(-tiles // splits))
-        return Plan(0, splits, 1 < splits <= MERGED_SHARES)
+        per_share = next((us for limit, us in SHARE_US if tokens * heads <= limit), tokens * heads * SHARE_US_PER_ROW)
+
+        def cost(splits: int) -> float:
+            return -(-tiles // splits) * TILE_US + (splits * per_share if splits > 1 else 0.0)
+
+        splits = min(range(1, max(1, min(tiles, sm_count // rows)) + 1), key=cost)
+        return Plan(0, -(-tiles // -(-tiles // splits)))
     left = rows % sm_count
     if not cut or not left:
-        return Plan(rows, 1, False)
+        return Plan(rows, 1)
 
-    def cost(splits: int) -> float:
-        return -(-tiles // splits) * TILE_US + (MERGE_US[0] + (splits - 1) * MERGE_US[1] if splits > 1 else 0.0)
+    def cost_of_cut(splits: int) -> float:
+        merging = MERGE_US + (splits - 1) * TAKE_IN_US + rows // sm_count * WAVE_US
+        return -(-tiles // splits) * TILE_US + (merging if splits > 1 else 0.0)
 
-    splits = min(range(1, min(tiles, sm_count // left) + 1), key=cost)
+    splits = min(range(1, max(1, min(tiles, sm_count // left)) + 1), key=cost_of_cut)
     splits = -(-tiles // -(-tiles // splits))
-    return Plan(rows - left, splits, True) if splits > 1 else Plan(rows, 1, False)
+    return Plan(rows - left, splits) if splits > 1 else Plan(rows, 1)
 
 
-# Hopper: rows (tokens x heads) of a split call between which the next kernel must not be let in before the attention is
+# Hopper: from this many rows (tokens x heads) on, the kernel behind a split attention must not be let in before that is
 # done: its waiting programs fill the multiprocessors that the attention leaves free, and what follows starts late.
-# Measured on an H200 at 128 heads: 1 us lost at 8 tokens, nothing either way at 4 and 16, up to 2 us won elsewhere.
-LATE_RELEASE = (512, 1024)
+# Measured on an H200 at 128 heads: 0.4 us lost at 4 tokens, 2 at 8 and at 16, 1 at 32 (there by a merge without
+# dependent launch); up to 2 us won below.
+LATE_RELEASE = 512
 
 
 def release_early(rows: int, splits: int) -> bool:
     """Whether the kernel behind the Hopper attention may be launched while that still runs."""
-    return splits == 1 or not LATE_RELEASE[0] <= rows <= LATE_RELEASE[1]
+    return splits == 1 or rows < LATE_RELEASE
 
 
-def merge_tiling(rows: int, partials: int) -> tuple[int, int, bool] | None:
-    """(rows per program, warps, dependent launch) of the merge behind a split Hopper attention; None: one row each."""
-    if rows < 512 or partials > 10:
-        return None
-    return 8, 4, True
+# Hopper: (tokens x heads from, at most so many shares, rows per program, warps) of the merge that takes several rows
+# per program; elsewhere every row has a program of its own, which was as fast or faster there.
+MERGE_ROWS = (2048, 4, 4, 4)
+
+
+def merge_tiling(rows: int, splits: int) -> tuple[int, int] | None:
+    """(rows per program, warps) of the merge behind a split Hopper attention, or None for a program per row."""
+    least, most, per_program, warps = MERGE_ROWS
+    return (per_program, warps) if rows >= least and splits <= most else None

@@ -64,12 +64,15 @@ BGEMM_VARIANTS = {
     "bgemm, 32 tokens": (Form(32, 128, 5, 2, swap=True), {}),
     "bgemm, 64 tokens": (Form(64, 128, 4, 2), {}),
     "bgemm, 64 tokens, 64 rows": (Form(64, 64, 5, 2), {}),
-    "bgemm, 128 tokens": (Form(128, 128, 6, 1), {}),
     "bgemm, 256 tokens": (Form(256, 128, 4, 1), {}),
-    "bgemm, 256 tokens, ordered": (Form(256, 128, 4, 1, ordered=True), {}),
+    "bgemm, overlapped": (Form(128, 128, 5, 1, overlapped=True), {}),
+    "bgemm, overlapped, exponent scales": (
+        Form(128, 128, 5, 1, overlapped=True),
+        {"PACKED_X": True, "BYTES_W": True, "UNROLL": 4},
+    ),
     "bgemm, exponent scales": (Form(256, 128, 4, 1), {"PACKED_X": True, "BYTES_W": True}),
 }
-FAST = ("quant", "dense mask", "bgemm, 16 tokens", "bgemm, 256 tokens")
+FAST = ("quant", "dense mask", "bgemm, 16 tokens", "bgemm, overlapped")
 
 
 def attention_source(name: str):
@@ -90,7 +93,7 @@ def attention_source(name: str):
 
 def bgemm_source(name: str):
     """(kernel, types, constants) as the BGEMM's launcher would pass them."""
-    from fusion_pass.kernels.gluon import bgemm, bgemm_kernel
+    from fusion_pass.kernels.gluon import bgemm, bgemm_kernel, bgemm_overlapped
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     form, changed = BGEMM_VARIANTS[name]
@@ -103,7 +106,6 @@ def bgemm_source(name: str):
         "STAGES": form.stages,
         "BLOCKS": form.blocks,
         "SWAP": form.swap,
-        "ORDERED": form.ordered,
         "PACKED_X": False,
         "BYTES_W": False,
         "PDL": True,
@@ -124,6 +126,12 @@ def bgemm_source(name: str):
         "blocks_t": "i32",
         "padded": "i32",
     }
+    if form.overlapped:
+        kernel = bgemm_overlapped.overlapped_bgemm_kernel
+        stored = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        types["out"] = f"tensordesc<bf16[64, 64],{stored!r}>"
+        constants = {"UNROLL": 8} | {n: value for n, value in constants.items() if n in kernel.arg_names}
+        return kernel, types, constants
     return bgemm_kernel.bgemm_kernel, types, constants
 
 

@@ -13,7 +13,7 @@ from fusion_pass.kernels import reference  # noqa: E402
 from fusion_pass.kernels.tuning import bgemm as tuning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-FORMS = [row[i] for row in tuning.HOPPER_STREAMING for i in (1, 2)] + [form for form, _ in tuning.HOPPER_WAVES]
+FORMS = [row[i] for row in tuning.HOPPER_STREAMING for i in (1, 2)] + [form for form, *_ in tuning.HOPPER_WAVES]
 
 
 @pytest.fixture(autouse=True)
@@ -67,18 +67,18 @@ def test_product(tokens, groups, packed, stored):
 
 @pytest.mark.parametrize("form", dict.fromkeys(FORMS), ids=str)
 def test_forms(form):
-    """Every form at token counts that fill, cut and exceed its tiles, products ordered or not."""
-    from dataclasses import replace
-
+    """Every form at token counts that fill, cut and exceed its tiles, and where K is no multiple of its unrolled loop's
+    turn of eight blocks."""
     from fusion_pass.kernels.gluon import bgemm
 
     for tokens in sorted({1, form.tokens - 1, form.tokens, form.tokens + 1, 300}):
-        case = Maker("cuda").bgemm(8, tokens, 1024, 4096)
-        want = reference.fp8_bgemm(*case, out_dtype=torch.float64)
-        for ordered in {form.ordered, False}:
-            out = torch.full((tokens, 8, 1024), float("nan"), dtype=torch.bfloat16, device="cuda")
-            bgemm.launch(*case, out, form=replace(form, ordered=ordered))
-            assert relative_error(out, want) < 3e-3, (tokens, ordered)
+        for width in (4096, 1536):
+            case = Maker("cuda").bgemm(8, tokens, 1024, width)
+            want = reference.fp8_bgemm(*case, out_dtype=torch.float64)
+            for dtype in (torch.bfloat16, torch.float16):
+                out = torch.full((tokens, 8, 1024), float("nan"), dtype=dtype, device="cuda")
+                bgemm.launch(*case, out, form=form)
+                assert relative_error(out, want) < 3e-3, (tokens, width, dtype)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -122,23 +122,18 @@ def test_early_launches(tokens, paged):
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize(("tokens", "heads", "splits"), [
     (1, 128, 18), (3, 128, 7), (8, 128, 6), (16, 128, 4), (33, 128, 2), (60, 64, 2), (40, 16, 3),
-    (70, 128, 4), (140, 64, 16),
+    (67, 128, 18), (70, 128, 4), (90, 128, 2), (140, 64, 6), (270, 64, 20),
 ])  # fmt: skip
-def test_shares(monkeypatch, tokens, heads, splits, merged):
-    """Shares of an odd number of tiles, of few and of no keys (lengths), merged by the kernel itself or behind it;
-    twice the same bits; every flag back at zero."""
+def test_shares(monkeypatch, tokens, heads, splits):
+    """Shares of an odd number of tiles, of few and of no keys (lengths), merged behind the kernel or, where only the
+    last wave's rows are cut, inside; twice the same bits; every flag back at zero."""
     from fusion_pass.kernels.gluon import flags, launchers
 
-    if not merged and tokens * -(-heads // 64) > 132:
-        pytest.skip("the last wave's rows alone are only merged by the kernel itself")
     tuned = launchers.attention.tuning_data
     rows = tokens * -(-heads // 64)
-    monkeypatch.setattr(
-        tuned, "hopper_plan", lambda *_: tuned.Plan(rows - rows % 132 if rows > 132 else 0, splits, merged)
-    )
+    monkeypatch.setattr(tuned, "hopper_plan", lambda *_: tuned.Plan(rows - rows % 132 if rows > 132 else 0, splits))
     first, second, rope = two_pools(tokens, heads)
     q, kv, indices, sink = first
     want = gathered_formula(q, kv, indices, sink, SCALE, None, second[1], second[2], second[3])
@@ -167,8 +162,9 @@ def test_merged_shares_on_several_streams_and_graphs():
     """Calls of two streams and two graphs at the same time: none takes another's flag for its own."""
     from fusion_pass.kernels.gluon import attention
 
-    tokens = 32
-    assert attention.plan(tokens, 128, 1152, 132).merged, "this case is meant for shares merged by the kernel"
+    tokens = 70
+    chosen = attention.plan(tokens, 128, 1152, 132)
+    assert chosen.whole and chosen.splits > 1, "this case is meant for shares merged by the kernel"
     ops, inputs = torch.ops.fusion_pass, []
     for _ in range(4):
         first, second, rope = two_pools(tokens, 128)
@@ -202,20 +198,20 @@ def test_merged_shares_on_several_streams_and_graphs():
             assert torch.equal(got[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(got[1], scales)
 
 
-def test_a_capture_without_flags_merges_behind(monkeypatch):
-    """Where the pool of flags is used up, the call is split and merged by a kernel of its own."""
-    from fusion_pass.kernels.gluon import flags, launchers
+def test_a_capture_without_flags_cuts_nothing(monkeypatch):
+    """Where the pool of flags is used up, the last wave's rows stay whole."""
+    from fusion_pass.kernels.gluon import attention, flags
 
-    first, second, rope = two_pools(32, 128)
+    first, second, rope = two_pools(70, 128)
     more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
     call = torch.ops.fusion_pass.attention_gathered_rope_quant
     want = reference.dequantise(*call(*first, *rope, SCALE, 16, **more))
     monkeypatch.setattr(flags, "POOL_WORDS", 0)
-    behind = []
-    merge = launchers._merge
-    monkeypatch.setattr(launchers, "_merge", lambda *args: behind.append(merge(*args)))
+    given = []
+    shares = attention.shares
+    monkeypatch.setattr(attention, "shares", lambda *args: given.append(shares(*args)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = call(*first, *rope, SCALE, 16, **more)
     graph.replay()
-    assert behind and relative_error(reference.dequantise(*got), want) < 0.04
+    assert given == [None] and relative_error(reference.dequantise(*got), want) < 0.04
