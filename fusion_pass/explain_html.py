@@ -6,6 +6,7 @@ import html
 import linecache
 from pathlib import Path
 
+from . import explain_shares
 from .advice import advice
 from .details import ChainDetail, Cost, GraphDetail
 from .report import FusedChain, GatedChain, NearMiss, Report
@@ -82,11 +83,13 @@ def page(report: Report, title: str = "fusion_pass report") -> str:
         parts.append('<div class="card"><p>Nothing in this model is a chain of the kind that this pass fuses: the '
                      "graph is compiled as it is.</p></div>")
     if report.details:
+        parts += ["<h2>Where the work lies</h2>", explain_shares.html(report.details)]
         parts += ["<h2>Graphs</h2>", _graphs(report.details)]
     if report.notes:
         parts += ["<h2>Notes</h2>", *(f"<p>{_text(note)}</p>" for note in report.notes)]
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            f'content="width=device-width, initial-scale=1"><title>{_text(title)}</title><style>{_STYLE}</style></head>'
+            f'content="width=device-width, initial-scale=1"><title>{_text(title)}</title>'
+            f"<style>{_STYLE}{explain_shares.STYLE}</style></head>"
             f'<body><main><h1>{_breakable(title)}</h1><p class="soft small">fusion_pass {_text(__version__)}: '
             f"{_text(report.summary())}</p>{''.join(parts)}</main></body></html>\n")
 
@@ -96,7 +99,7 @@ def _text(value: object) -> str:
 
 
 def _breakable(title: str) -> str:
-    """A title that may be broken behind slashes and colons."""
+    """A title or path that may be broken behind slashes and colons."""
     return _text(title).replace("/", "/<wbr>").replace(":", ":<wbr>")
 
 
@@ -142,7 +145,7 @@ def _where(where: str) -> str:
         return '<p class="soft small">source line unknown</p>'
     path, _, number = where.rpartition(":")
     code = linecache.getline(path, int(number)).strip() if number.isdigit() and Path(path).is_file() else ""
-    return f"<p><code>{_text(where)}</code></p>" + (f"<pre>{_text(code)}</pre>" if code else "")
+    return f"<p><code>{_breakable(where)}</code></p>" + (f"<pre>{_text(code)}</pre>" if code else "")
 
 
 def _facts(rows: list[tuple[str, str]]) -> str:
@@ -214,8 +217,7 @@ def _graphs(details: list[GraphDetail]) -> str:
             + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
             '<p class="soft small">Estimates from shapes alone. Launches: the smaller number merges all neighbouring '
             "pointwise operators and reductions, the larger counts every operator. Traffic: with that merging, every "
-            "kernel reads its inputs and writes its results once. FLOPs: contractions only. Outside of chains lie the "
-            "projections, the indexer, the compressor and the experts.</p>")
+            "kernel reads its inputs and writes its results once. FLOPs: contractions only.</p>")
 
 
 # ----------------------------------------------------------------------------------------------------------- pictures
