@@ -61,7 +61,11 @@ svg text.note { font-size: 11px; fill: var(--soft); } svg text.op { fill: var(--
 svg rect { fill: var(--card); stroke: var(--soft); } svg rect.op { fill: var(--good-back); stroke: var(--good); }
 svg path { stroke: var(--soft); fill: none; stroke-width: 1.5; } svg path.head { fill: var(--soft); stroke: none; }
 @media (max-width: 720px) { .pair { grid-template-columns: minmax(0, 1fr); gap: 0; } svg.row { display: none; }
-  svg.column { display: block; } dl { grid-template-columns: minmax(0, 1fr); gap: 0; } dd { margin-bottom: 8px; } }
+  svg.column { display: block; } dl { grid-template-columns: minmax(0, 1fr); gap: 0; } dd { margin-bottom: 8px; }
+  .stacked thead { display: none; }
+  .stacked tr { display: block; padding: 4px 0; border-bottom: 1px solid var(--line); }
+  .stacked td { display: flex; justify-content: space-between; border: 0; padding: 0; }
+  .stacked td::before { content: attr(data-name); color: var(--soft); } }
 """
 
 
@@ -212,8 +216,10 @@ def _graphs(details: list[GraphDetail]) -> str:
         cells = (number, graph.nodes_before, graph.nodes_after, len(graph.chains), _flops(graph.total.flops),
                  f"{graph.share_of_flops_outside:.0%}", _bytes(graph.total.bytes),
                  f"{graph.share_of_bytes_outside:.0%}")
-        rows.append("<tr>" + "".join(f"<td>{_text(c)}</td>" for c in cells) + "</tr>")
-    return ('<div class="card wide"><table><thead><tr>' + "".join(f"<th>{h}</th>" for h in head)
+        named = zip(("graph", "nodes before", "after", "chains", "FLOPs", "FLOPs outside of chains", "traffic",
+                     "traffic outside of chains"), cells)
+        rows.append("<tr>" + "".join(f'<td data-name="{name}">{_text(c)}</td>' for name, c in named) + "</tr>")
+    return ('<div class="card wide"><table class="stacked"><thead><tr>' + "".join(f"<th>{h}</th>" for h in head)
             + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
             '<p class="soft small">Estimates from shapes alone. Launches: the smaller number merges all neighbouring '
             "pointwise operators and reductions, the larger counts every operator. Traffic: with that merging, every "
