@@ -102,8 +102,9 @@ MERGE_US, TAKE_IN_US, WAVE_US = 7.5, 1.4, 1.0
 def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool) -> Plan:
     """How rows with ``tiles`` tiles of keys each share the multiprocessors; no share is empty.
 
-    Up to one wave: all rows are cut into the number of shares that is expected to be fastest. More: the rows of the last
-    wave are cut if `cut` allows it, there is room for two shares of each, and that is expected to be faster.
+    Up to one wave: all rows (tokens x blocks of 64 heads) are cut into the number of shares that is expected to be
+    fastest. More: the rows of the last wave are, if `cut` allows it, there is room for two shares of each, and that is
+    expected to be faster.
     """
     rows = tokens * -(-heads // 64)
     if rows <= sm_count:
