@@ -29,11 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
+from .attention_pages import Pages, pages_producer
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
-    HEAD_DIM,
     LAZY,
     OUTPUT,
     PROBABILITIES,
@@ -47,11 +47,7 @@ from .hopper import (
     pin_int,
     rescale,
 )
-
-# How the producer's threads share a chunk: four rows each keep the loop small, which is what its speed depends on (the
-# three warpgroups share one instruction cache).
-ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
+from .producer import ROWS_OF_16_BYTES, load_q
 
 @gluon.jit
 def softmax_step(s, term, maximum, scale):
@@ -79,6 +75,8 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
     over the loop and spill a kilobyte of registers per thread.
     """
     mbarrier.wait(sh.full[TILE_OF_PAIR * 4 + CHUNK], parity)
+    if sh.FENCED:
+        fence_async_shared()  # the keys were stored by other threads, and the tensor cores read them
     k = key_chunk(sh, TILE_OF_PAIR * 4 + CHUNK, z).permute((1, 0))
     return warpgroup_mma(sh.q[CHUNK].index(z), k, s, use_acc=CHUNK != 0, is_async=True)
 
@@ -111,6 +109,8 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
     mbarrier.arrive(sh.empty[0])
     # the other tile
     mbarrier.wait(sh.p_ready[1], parity)
+    if sh.FENCED:
+        fence_async_shared()
     m = sh.stats[1].load(gl.SliceLayout(1, SCORES))
     factor = exp2_approx(m0 - m)
     l = l * factor
@@ -209,6 +209,8 @@ def consumer_right(sh, keys, jobs, output, scale):
             term = load_term(sh, parity, 1)
             # the other warpgroup's tile, queued behind the own scores
             mbarrier.wait(sh.p_ready[0], parity)
+            if sh.FENCED:
+                fence_async_shared()
             m0 = sh.stats[0].load(ROWS)
             before = exp2_approx(m - m0)
             oa = rescale(oa, before)
@@ -267,30 +269,6 @@ def gather_chunk(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constexpr):
-    """Copy the job's queries once the last job's are no longer needed."""
-    lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
-    batch_stride, token_stride, head_stride = q_strides  # elements / 8
-    head = block * TILE + lane
-    row = head.to(gl.int64) * head_stride
-    if BATCHED:
-        batch = token // keys.queries
-        row += batch.to(gl.int64) * batch_stride + (token - batch * keys.queries).to(gl.int64) * token_stride
-    else:
-        row += token.to(gl.int64) * token_stride
-    pointers = q + gl.expand_dims(row * 8, 1) + column
-    in_heads = gl.expand_dims(head < jobs.HEADS, 1)
-    mbarrier.wait(sh.q_empty, (turn & 1) ^ 1)
-    for chunk in gl.static_range(HEAD_DIM // COLUMNS):
-        if jobs.HEADS % TILE == 0:
-            async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk)
-        else:
-            async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk, mask=in_heads)
-    async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
-
-
-@gluon.jit
 def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
     lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
@@ -326,7 +304,7 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
 
 RUNTIME_INTEGERS = [
     "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
-    "index_stride1", "width0", "width1", "queries", "window", "causal",
+    "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "queries", "window", "causal",
     "q_batch_stride", "q_token_stride",
     "q_head_stride", "rope_period", "total", "padded", "wait", "release", "scale", "floor",
 ]  # fmt: skip
@@ -336,13 +314,13 @@ RUNTIME_INTEGERS = [
 def attention_kernel(
     q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
     scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
-    width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
+    width0, width1, page_stride0, page_stride1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
     rope_period, total, padded, wait, release,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
@@ -360,14 +338,29 @@ def attention_kernel(
         gdc_wait()
     if release != 0:
         gdc_launch_dependents()
-    sh = allocate_shared()
+    sh = allocate_shared(PAGED != 0, (PAGED & 2) != 0)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
-    gl.warp_specialize(
-        [
-            (consumer_right, (sh, keys, jobs, output, scale)),
-            (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-            (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if PAGED != 0:
+        pages = Pages(
+            kv0.to(gl.pointer_type(gl.int32), bitcast=True), kv1.to(gl.pointer_type(gl.int32), bitcast=True),
+            page_stride0, page_stride1, STRIDE0, STRIDE1,
+        )  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, PAGED >> 4, PAGED & 8)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

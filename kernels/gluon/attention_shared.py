@@ -29,10 +29,11 @@ class Shared:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     turn: gl.shared_memory_descriptor
+    FENCED: gl.constexpr  # whether the consumers fence the producer's stores of keys
 
     @gluon.constexpr_function
     def __init__(
-        self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn
+        self, q, k, p, stats, terms, full, empty, terms_ready, p_ready, sum_ready, q_full, q_empty, turn, FENCED
     ):  # fmt: skip
         self.q = q
         self.k = k
@@ -47,10 +48,11 @@ class Shared:
         self.q_full = q_full
         self.q_empty = q_empty
         self.turn = turn
+        self.FENCED = gl.constexpr(FENCED)
 
 
 @gluon.jit
-def allocate_shared():
+def allocate_shared(PAGED: gl.constexpr, FENCED: gl.constexpr):
     """All of the CTA's shared memory: 64 KiB of q, 128 KiB of keys, 32 KiB of probabilities, statistics, barriers."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -67,9 +69,10 @@ def allocate_shared():
     s3 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     terms = gl.allocate_shared_memory(gl.float32, [2, TILE], PLAIN)
     threads: gl.constexpr = 128  # every producer thread signals its own copies
+    writers: gl.constexpr = 1 if PAGED else threads  # stores are signalled once for all threads
     full = (
-        allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
-        allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads), allocate_barrier(threads),
+        allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers),
+        allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers),
     )  # fmt: skip
     empty = (
         allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1),
@@ -80,5 +83,5 @@ def allocate_shared():
     sum_ready = (allocate_barrier(1), allocate_barrier(1))
     return Shared(
         (q0, q1, q2, q3), k, (p0, p1), (s0, s1, s2, s3), terms, full, empty, terms_ready, p_ready, sum_ready,
-        allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1),
+        allocate_barrier(threads), allocate_barrier(2), allocate_barrier(1), FENCED,
     )  # fmt: skip

@@ -38,6 +38,7 @@ BASE = {
     "ROPE_SHARED": False,
     "STRIDE0": 512,
     "STRIDE1": 512,
+    "PAGED": 0,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
 # name: (epilogue, constants, pointer types)

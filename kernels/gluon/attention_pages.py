@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
+"""The producer of the Hopper attention that decodes rows of a paged FP8 cache (layout: reference/paged.py).
+
+cp.async brings the codes of 64 columns of every row (a piece) into the buffer that their bf16 form will fill, so that
+all free chunks are in flight and nothing but the buffers holds them; once a piece has landed, its threads read it into
+registers, convert it and store it over itself. What is stored is what the bf16 producer would have copied there: the
+consumers do not know the difference. The rows of the next tile are prefetched into L2 meanwhile. The loops over tiles
+and chunks are not unrolled: three warpgroups share one instruction cache.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.language.core import _aggregate as aggregate
+
+from .hopper import MASKED_SCORE, TILE, pin_int
+from .producer import load_q
+
+ROW_WORDS = gl.constexpr(144)  # 4-byte words of a row: 448 codes and 64 bf16 values
+TAIL = gl.constexpr(112)  # where the bf16 values begin
+PIECE = gl.constexpr(16)  # words of codes under one exponent
+
+# A piece's codes [64 rows, 16 words] and the bf16 values of a row [64, 32]: 16 bytes of two rows per thread.
+WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+LANES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))  # [64 rows, 4 threads of a row]
+DECODED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # [64 rows, 32 words] of decoded values
+# Codes in the first half of their chunk's buffer, halves of odd rows exchanged: eight threads meet all banks.
+RAW = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, order=[1, 0]))
+DONE = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))  # a chunk's buffer, or half of it, as words
+
+# Four E4M3 codes to bf16: the hardware's conversion to fp16 (exact, NaN included), fp32, bf16, and a product with the
+# block's power of two, which is exact but for results below bf16's normal range, which are rounded once.
+DECODE_ASM = gl.constexpr(
+    "{ .reg .b16 h, g; .reg .b32 x, y; .reg .f32 a, b; mov.b32 {h, g}, $2; "
+    "cvt.rn.f16x2.e4m3x2 x, h; cvt.rn.f16x2.e4m3x2 y, g; "
+    "mov.b32 {h, g}, x; cvt.f32.f16 a, h; cvt.f32.f16 b, g; cvt.rn.bf16x2.f32 x, b, a; mul.rn.bf16x2 $0, x, $3; "
+    "mov.b32 {h, g}, y; cvt.f32.f16 a, h; cvt.f32.f16 b, g; cvt.rn.bf16x2.f32 y, b, a; mul.rn.bf16x2 $1, y, $3; }"
+)
+# A scale 2**(e - 127) as a pair of bf16, e in the lowest byte; e = 0 is the subnormal 0x40, e = 255 is infinity.
+SCALE_ASM = gl.constexpr(
+    "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4440; shl.b32 t, t, 7; max.u32 t, t, 0x40; prmt.b32 $0, t, 0, 0x1010; }"
+)
+PREFETCH_ASM = gl.constexpr(
+    "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+)
+
+
+@aggregate
+class Pages:
+    """Two paged caches."""
+
+    data0: gl.tensor  # int32 words
+    data1: gl.tensor
+    stride0: gl.tensor  # units of 16 bytes from one page to the next
+    stride1: gl.tensor
+    SIZE0: gl.constexpr  # rows of a page
+    SIZE1: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, data0, data1, stride0, stride1, SIZE0, SIZE1):
+        self.data0 = data0
+        self.data1 = data1
+        self.stride0 = stride0
+        self.stride1 = stride1
+        self.SIZE0 = gl.constexpr(SIZE0)
+        self.SIZE1 = gl.constexpr(SIZE1)
+
+    @gluon.jit
+    def locate(self, index, second, POOLS: gl.constexpr):
+        """Pointers to rows' values and to their exponents. Those of invalid keys are meaningless."""
+        index = index.to(gl.int32)
+        page = index // self.SIZE0
+        row = index - page * self.SIZE0
+        size = row * 0 + self.SIZE0
+        stride = self.stride0
+        data = self.data0
+        if POOLS == 2:
+            stride = gl.where(second, self.stride1, self.stride0)
+            data = gl.where(second, self.data1, self.data0)
+            if self.SIZE0 != self.SIZE1:
+                other = index // self.SIZE1
+                page = gl.where(second, other, page)
+                row = gl.where(second, index - other * self.SIZE1, row)
+                size = gl.where(second, self.SIZE1, size)
+        start = page.to(gl.int64) * stride
+        values = data + (start + row * (ROW_WORDS // 4)) * 4
+        exponents = data + ((start + size * (ROW_WORDS // 4)) * 4 + row * 2)
+        return values, exponents
+
+
+@gluon.jit
+def wait_for(barriers, slot, parity):
+    """Wait for barrier `slot` of eight separate ones: branches are cheaper than what an array of barriers costs the
+    consumers."""
+    if slot < 4:
+        if slot < 2:
+            mbarrier.wait(barriers[0], parity, pred=slot == 0)
+            mbarrier.wait(barriers[1], parity, pred=slot == 1)
+        else:
+            mbarrier.wait(barriers[2], parity, pred=slot == 2)
+            mbarrier.wait(barriers[3], parity, pred=slot == 3)
+    elif slot < 6:
+        mbarrier.wait(barriers[4], parity, pred=slot == 4)
+        mbarrier.wait(barriers[5], parity, pred=slot == 5)
+    else:
+        mbarrier.wait(barriers[6], parity, pred=slot == 6)
+        mbarrier.wait(barriers[7], parity, pred=slot == 7)
+
+
+@gluon.jit
+def signal(barriers, slot):
+    """Arrive at barrier `slot` of eight separate ones; every arrival is preceded by a barrier of the warps, so that
+    only one may be met."""
+    if slot < 4:
+        if slot < 2:
+            if slot == 0:
+                mbarrier.arrive(barriers[0])
+            else:
+                mbarrier.arrive(barriers[1])
+        elif slot == 2:
+            mbarrier.arrive(barriers[2])
+        else:
+            mbarrier.arrive(barriers[3])
+    elif slot < 6:
+        if slot == 4:
+            mbarrier.arrive(barriers[4])
+        else:
+            mbarrier.arrive(barriers[5])
+    elif slot == 6:
+        mbarrier.arrive(barriers[6])
+    else:
+        mbarrier.arrive(barriers[7])
+
+
+@gluon.jit
+def prefetch(values, exponents, valid):
+    """Bring rows and their exponents into L2."""
+    part = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
+    values = gl.expand_dims(gl.convert_layout(values, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
+    exponents = gl.expand_dims(gl.convert_layout(exponents, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
+    wanted = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(1, LANES), assert_trivial=True)
+    wanted = gl.expand_dims(wanted, 1) + part * 0
+    near = values + part * 16  # 64 bytes per thread of the row's 576
+    rest = gl.where(part == 0, values + 128, exponents + part * 0)
+    gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l,r", [near, wanted], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l,r", [near + 64, wanted], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l,r", [rest, wanted], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def decode(codes, exponents):
+    """bf16 values, as words [64, 32], of codes[64, 16] (words) under the exponents in exponents[64]'s lowest byte."""
+    scale = gl.inline_asm_elementwise(SCALE_ASM, "=r,r", [exponents], dtype=gl.int32, is_pure=True, pack=1)
+    scale = gl.expand_dims(scale, 1) + codes * 0
+    low, high = gl.inline_asm_elementwise(
+        DECODE_ASM, "=r,=r,r,r", [codes, scale], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [TILE, 2 * PIECE]), DECODED, assert_trivial=True)
+
+
+@gluon.jit
+def split_columns(codes):
+    """(columns 0..15, columns 16..31) of codes[64, 32]: different registers of the same threads."""
+    pieces = gl.permute(gl.reshape(codes, [TILE, 2, PIECE]), (0, 2, 1))
+    left, right = gl.split(pieces)
+    return gl.convert_layout(left, WORDS, assert_trivial=True), gl.convert_layout(right, WORDS, assert_trivial=True)
+
+
+@gluon.jit
+def join_columns(left, right):
+    """left[64, 32] and right[64, 32] side by side."""
+    return gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [TILE, 4 * PIECE])
+
+
+@gluon.jit
+def pages_producer(
+    sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, AHEAD: gl.constexpr, PREFETCH: gl.constexpr
+):
+    """Load q, and decode the key rows of every job, as far ahead as the buffers allow."""
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
+    word = gl.expand_dims(gl.arange(0, 2 * PIECE, gl.SliceLayout(0, WORDS)), 0)
+    raw = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], RAW)
+    halves = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], DONE)
+    chunks = sh.k._reinterpret(gl.int32, [8, TILE, 4 * PIECE], DONE)
+    done = 0
+    turn = 0
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
+        first, count0, count1 = keys.counts(token, list_row)
+        low, high = jobs.pairs(split, count0, count1)
+        index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
+        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
+        for tile in range(2 * low, 2 * high):
+            half = tile & 1
+            parity = (done & 1) ^ 1
+            index = pin_int(index)
+            valid = keys.valid(index, tile, count0)
+            values, exponent_words = pages.locate(index, tile >= gl.cdiv(count0, TILE), keys.POOLS)
+            low_exponents = gl.load(exponent_words, mask=valid, other=0)
+            high_exponents = gl.load(exponent_words + 1, mask=valid, other=0)
+            index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
+            wait_for(sh.empty, half * 4, parity)  # chunk 0 is free: the last pair's terms have been read, too
+            sh.terms.index(half).store(gl.where(valid, 0.0, MASKED_SCORE))
+            mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
+            mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
+            mask = gl.expand_dims(valid, 1)
+            pointers = gl.expand_dims(values, 1) + word
+            for step in range((job >> 30) + 4 + AHEAD):  # not a constant: it would be unrolled
+                # start copies of a chunk, in the order 0, 2, 1, 3, then decode one started AHEAD steps before
+                if step < 4:
+                    chunk = ((step & 1) << 1) | (step >> 1)
+                    slot = half * 4 + chunk
+                    wait_for(sh.empty, slot, parity)
+                    async_copy.async_copy_global_to_shared(
+                        raw.index(slot * 2), pointers + chunk * (2 * PIECE), mask=mask
+                    )
+                    if chunk == 3:
+                        async_copy.async_copy_global_to_shared(
+                            halves.index(slot * 2 + 1), pointers + TAIL, mask=mask
+                        )
+                async_copy.commit_group()
+                async_copy.wait_group(AHEAD)
+                if step >= AHEAD:
+                    order = step - AHEAD
+                    chunk = ((order & 1) << 1) | (order >> 1)
+                    slot = half * 4 + chunk
+                    exponents = gl.where(chunk < 2, low_exponents, high_exponents) >> ((chunk & 1) * 16)
+                    left, right = split_columns(raw.index(slot * 2).load(WORDS))
+                    left = decode(left, exponents)
+                    if chunk < 3:
+                        chunks.index(slot).store(join_columns(left, decode(right, exponents >> 8)))
+                    else:
+                        halves.index(slot * 2).store(left)
+                    if not sh.FENCED:
+                        fence_async_shared()
+                    signal(sh.full, slot)
+                if PREFETCH and step == 2:
+                    next_tile = tile + 1
+                    next_valid = keys.valid(index, next_tile, count0)
+                    a, b = pages.locate(index, next_tile >= gl.cdiv(count0, TILE), keys.POOLS)
+                    prefetch(a, b, next_valid)
+            done += half
+        turn += 1
