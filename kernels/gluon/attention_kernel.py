@@ -47,7 +47,11 @@ from .hopper import (
     pin_int,
     rescale,
 )
-from .producer import ROWS_OF_16_BYTES, load_q
+from .producer import load_q
+
+# How the producer's threads share a chunk: four rows each keep the loop small, which is what its speed depends on (the
+# three warpgroups share one instruction cache).
+ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def softmax_step(s, term, maximum, scale):
@@ -280,7 +284,7 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
         index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
-        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
+        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED, 4)
         for j in range(low, high):
             parity = (done & 1) ^ 1
             for half in range(2):
@@ -338,7 +342,7 @@ def attention_kernel(
         gdc_wait()
     if release != 0:
         gdc_launch_dependents()
-    sh = allocate_shared(PAGED != 0, (PAGED & 2) != 0)
+    sh = allocate_shared(PAGED != 0, (PAGED & 2) != 0, 256 if PAGED & 4 else 128)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     if PAGED != 0:
         pages = Pages(
@@ -349,9 +353,9 @@ def attention_kernel(
             [
                 (consumer_right, (sh, keys, jobs, output, scale)),
                 (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, PAGED >> 4, PAGED & 8)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, PAGED >> 4, PAGED & 8, 8 if PAGED & 4 else 4)),
             ],
-            [4, 4],
+            [4, 8 if PAGED & 4 else 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:

@@ -21,10 +21,6 @@ ROW_WORDS = gl.constexpr(144)  # 4-byte words of a row: 448 codes and 64 bf16 va
 TAIL = gl.constexpr(112)  # where the bf16 values begin
 PIECE = gl.constexpr(16)  # words of codes under one exponent
 
-# A piece's codes [64 rows, 16 words] and the bf16 values of a row [64, 32]: 16 bytes of two rows per thread.
-WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
-LANES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))  # [64 rows, 4 threads of a row]
-DECODED = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # [64 rows, 32 words] of decoded values
 # Codes in the first half of their chunk's buffer, halves of odd rows exchanged: eight threads meet all banks.
 RAW = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 2, order=[1, 0]))
 DONE = gl.constexpr(gl.NVMMASharedLayout(128, 32, rank=2))  # a chunk's buffer, or half of it, as words
@@ -134,8 +130,9 @@ def signal(barriers, slot):
 
 
 @gluon.jit
-def prefetch(values, exponents, valid):
+def prefetch(values, exponents, valid, WARPS: gl.constexpr):
     """Bring rows and their exponents into L2."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])  # [64 rows, 4 threads of a row]
     part = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
     values = gl.expand_dims(gl.convert_layout(values, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
     exponents = gl.expand_dims(gl.convert_layout(exponents, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
@@ -149,8 +146,9 @@ def prefetch(values, exponents, valid):
 
 
 @gluon.jit
-def decode(codes, exponents):
+def decode(codes, exponents, WARPS: gl.constexpr):
     """bf16 values, as words [64, 32], of codes[64, 16] (words) under the exponents in exponents[64]'s lowest byte."""
+    DECODED: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     scale = gl.inline_asm_elementwise(SCALE_ASM, "=r,r", [exponents], dtype=gl.int32, is_pure=True, pack=1)
     scale = gl.expand_dims(scale, 1) + codes * 0
     low, high = gl.inline_asm_elementwise(
@@ -160,7 +158,7 @@ def decode(codes, exponents):
 
 
 @gluon.jit
-def split_columns(codes):
+def split_columns(codes, WORDS: gl.constexpr):
     """(columns 0..15, columns 16..31) of codes[64, 32]: different registers of the same threads."""
     pieces = gl.permute(gl.reshape(codes, [TILE, 2, PIECE]), (0, 2, 1))
     left, right = gl.split(pieces)
@@ -175,9 +173,12 @@ def join_columns(left, right):
 
 @gluon.jit
 def pages_producer(
-    sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, AHEAD: gl.constexpr, PREFETCH: gl.constexpr
-):
+    sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, AHEAD: gl.constexpr, PREFETCH: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
     """Load q, and decode the key rows of every job, as far ahead as the buffers allow."""
+    # A row's codes of a chunk [64 rows, 32 words], its bf16 values [64, 32]: four threads per row, 2 x 16 bytes each.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
     word = gl.expand_dims(gl.arange(0, 2 * PIECE, gl.SliceLayout(0, WORDS)), 0)
     raw = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], RAW)
@@ -190,7 +191,7 @@ def pages_producer(
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
         index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
-        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
+        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED, WARPS)
         for tile in range(2 * low, 2 * high):
             half = tile & 1
             parity = (done & 1) ^ 1
@@ -226,10 +227,10 @@ def pages_producer(
                     chunk = ((order & 1) << 1) | (order >> 1)
                     slot = half * 4 + chunk
                     exponents = gl.where(chunk < 2, low_exponents, high_exponents) >> ((chunk & 1) * 16)
-                    left, right = split_columns(raw.index(slot * 2).load(WORDS))
-                    left = decode(left, exponents)
+                    left, right = split_columns(raw.index(slot * 2).load(WORDS), WORDS)
+                    left = decode(left, exponents, WARPS)
                     if chunk < 3:
-                        chunks.index(slot).store(join_columns(left, decode(right, exponents >> 8)))
+                        chunks.index(slot).store(join_columns(left, decode(right, exponents >> 8, WARPS)))
                     else:
                         halves.index(slot * 2).store(left)
                     if not sh.FENCED:
@@ -239,6 +240,6 @@ def pages_producer(
                     next_tile = tile + 1
                     next_valid = keys.valid(index, next_tile, count0)
                     a, b = pages.locate(index, next_tile >= gl.cdiv(count0, TILE), keys.POOLS)
-                    prefetch(a, b, next_valid)
+                    prefetch(a, b, next_valid, WARPS)
             done += half
         turn += 1

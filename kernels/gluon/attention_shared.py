@@ -52,7 +52,7 @@ class Shared:
 
 
 @gluon.jit
-def allocate_shared(PAGED: gl.constexpr, FENCED: gl.constexpr):
+def allocate_shared(PAGED: gl.constexpr, FENCED: gl.constexpr, threads: gl.constexpr):
     """All of the CTA's shared memory: 64 KiB of q, 128 KiB of keys, 32 KiB of probabilities, statistics, barriers."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -68,7 +68,6 @@ def allocate_shared(PAGED: gl.constexpr, FENCED: gl.constexpr):
     s2 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     s3 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     terms = gl.allocate_shared_memory(gl.float32, [2, TILE], PLAIN)
-    threads: gl.constexpr = 128  # every producer thread signals its own copies
     writers: gl.constexpr = 1 if PAGED else threads  # stores are signalled once for all threads
     full = (
         allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers),

@@ -8,14 +8,10 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from .hopper import COLUMNS, HEAD_DIM, TILE
 
-# How the producer's threads share a chunk: four rows each keep the loop small, which is what its speed depends on (the
-# three warpgroups share one instruction cache).
-ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
-
 @gluon.jit
-def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constexpr):
+def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constexpr, WARPS: gl.constexpr):
     """Copy the job's queries once the last job's are no longer needed."""
+    ROWS_OF_16_BYTES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
     batch_stride, token_stride, head_stride = q_strides  # elements / 8
