@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
-from .attention_pages import Pages, pages_producer
+from .attention_pages import Pages, in_place_producer, looped_producer, pages_producer, register_producer
 from .attention_shared import allocate_shared
 from .hopper import (
     COLUMNS,
@@ -342,22 +342,55 @@ def attention_kernel(
         gdc_wait()
     if release != 0:
         gdc_launch_dependents()
-    sh = allocate_shared(PAGED != 0, (PAGED & 2) != 0, 256 if PAGED & 4 else 128)
+    sh = allocate_shared(PAGED != 0, (PAGED & 2) != 0, 256 if PAGED & 4 else 128, PAGED != 0 and PAGED >> 4 == 0)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     if PAGED != 0:
         pages = Pages(
             kv0.to(gl.pointer_type(gl.int32), bitcast=True), kv1.to(gl.pointer_type(gl.int32), bitcast=True),
             page_stride0, page_stride1, STRIDE0, STRIDE1,
         )  # fmt: skip
-        gl.warp_specialize(
-            [
-                (consumer_right, (sh, keys, jobs, output, scale)),
-                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, PAGED >> 4, PAGED & 8, 8 if PAGED & 4 else 4)),
-            ],
-            [4, 8 if PAGED & 4 else 4],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        if PAGED >> 4 == 0:
+            gl.warp_specialize(
+                [
+                    (consumer_right, (sh, keys, jobs, output, scale)),
+                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                    (register_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 4)),
+                ],
+                [4, 4],
+                [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            )
+        elif PAGED >> 4 == 1:
+            gl.warp_specialize(
+                [
+                    (consumer_right, (sh, keys, jobs, output, scale)),
+                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                    (in_place_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 2, True)),
+                ],
+                [4, 4],
+                [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            )
+        elif PAGED >> 4 == 2:
+            gl.warp_specialize(
+                [
+                    (consumer_right, (sh, keys, jobs, output, scale)),
+                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                    (in_place_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0, True)),
+                    (in_place_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1, False)),
+                ],
+                [4, 4, 4],
+                [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            )
+        elif PAGED >> 4 == 3:
+            gl.warp_specialize(
+                [
+                    (consumer_right, (sh, keys, jobs, output, scale)),
+                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                    (looped_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0, True)),
+                    (looped_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1, False)),
+                ],
+                [4, 4, 4],
+                [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            )
     else:
         gl.warp_specialize(
             [

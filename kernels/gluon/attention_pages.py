@@ -243,3 +243,247 @@ def pages_producer(
                     prefetch(a, b, next_valid, WARPS)
             done += half
         turn += 1
+
+
+@gluon.jit
+def publish(sh, half, CHUNK: gl.constexpr):
+    """Let the consumers read a chunk that has been stored."""
+    if not sh.FENCED:
+        fence_async_shared()
+    if half == 0:
+        mbarrier.arrive(sh.full[CHUNK])
+    else:
+        mbarrier.arrive(sh.full[4 + CHUNK])
+
+
+@gluon.jit
+def wait_empty(sh, half, parity, CHUNK: gl.constexpr):
+    """Wait until a chunk's buffer is free."""
+    mbarrier.wait(sh.empty[CHUNK], parity, pred=half == 0)
+    mbarrier.wait(sh.empty[4 + CHUNK], parity, pred=half != 0)
+
+
+@gluon.jit
+def load_codes(pointers, valid, CHUNK: gl.constexpr):
+    """A chunk's codes of every row, 0 where invalid; of the last chunk only the first half are codes."""
+    return gl.load(pointers + CHUNK * (2 * PIECE), mask=gl.expand_dims(valid, 1), other=0)
+
+
+@gluon.jit
+def convert_chunk(chunks, half, codes, exponents, CHUNK: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr):
+    """Decode a whole chunk into its buffer; `exponents`: the word in which its two are."""
+    shifted = exponents >> ((CHUNK & 1) * 16)
+    left, right = split_columns(codes, WORDS)
+    decoded = join_columns(decode(left, shifted, WARPS), decode(right, shifted >> 8, WARPS))
+    chunks.index(half * 4 + CHUNK).store(decoded)
+
+
+@gluon.jit
+def find_tile(keys, pages, index, tile, count0):
+    """(validity, pointers to values, words of exponents) of a tile's keys."""
+    valid = keys.valid(index, tile, count0)
+    values, exponent_words = pages.locate(index, tile >= gl.cdiv(count0, TILE), keys.POOLS)
+    low = gl.load(exponent_words, mask=valid, other=0)
+    high = gl.load(exponent_words + 1, mask=valid, other=0)
+    return valid, values, low, high
+
+
+@gluon.jit
+def register_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, WARPS: gl.constexpr):
+    """Load q, and decode the key rows of every job: codes go from memory to registers two chunks ahead."""
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
+    word = gl.expand_dims(gl.arange(0, 2 * PIECE, gl.SliceLayout(0, WORDS)), 0)
+    half_word = gl.expand_dims(gl.arange(0, PIECE, gl.SliceLayout(0, WORDS)), 0)
+    halves = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], DONE)
+    chunks = sh.k._reinterpret(gl.int32, [8, TILE, 4 * PIECE], DONE)
+    done = 0
+    turn = 0
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
+        first, count0, count1 = keys.counts(token, list_row)
+        low, high = jobs.pairs(split, count0, count1)
+        index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
+        following = keys.load_tile(2 * low + 1, lane, list_row, first, count0, count1)
+        valid, values, low_exponents, high_exponents = find_tile(keys, pages, index, 2 * low, count0)
+        codes = load_codes(gl.expand_dims(values, 1) + word, valid, 0)
+        more = load_codes(gl.expand_dims(values, 1) + word, valid, 2)
+        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED, WARPS)
+        for tile in range(2 * low, 2 * high):
+            half = tile & 1
+            parity = (done & 1) ^ 1
+            pointers = gl.expand_dims(values, 1) + word
+            wait_empty(sh, half, parity, 0)
+            sh.terms.index(half).store(gl.where(valid, 0.0, MASKED_SCORE))
+            convert_chunk(chunks, half, codes, low_exponents, 0, WORDS, WARPS)
+            mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
+            mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
+            publish(sh, half, 0)
+            codes = load_codes(pointers, valid, 1)
+            wait_empty(sh, half, parity, 2)
+            convert_chunk(chunks, half, more, high_exponents, 2, WORDS, WARPS)
+            publish(sh, half, 2)
+            last = gl.load(
+                gl.expand_dims(values, 1) + 6 * PIECE + half_word, mask=gl.expand_dims(valid, 1), other=0
+            )
+            index = pin_int(following)
+            following = keys.load_tile(tile + 2, lane, list_row, first, count0, count1)
+            wait_empty(sh, half, parity, 1)
+            convert_chunk(chunks, half, codes, low_exponents, 1, WORDS, WARPS)
+            publish(sh, half, 1)
+            next_valid, next_values, low_exponents, next_high = find_tile(keys, pages, index, tile + 1, count0)
+            codes = load_codes(gl.expand_dims(next_values, 1) + word, next_valid, 0)
+            wait_empty(sh, half, parity, 3)
+            async_copy.async_copy_global_to_shared(
+                halves.index(half * 8 + 7), pointers + TAIL, mask=gl.expand_dims(valid, 1)
+            )
+            if half == 0:
+                async_copy.mbarrier_arrive(sh.full[3], increment_count=False)
+            else:
+                async_copy.mbarrier_arrive(sh.full[7], increment_count=False)
+            halves.index(half * 8 + 6).store(decode(last, high_exponents >> 16, WARPS))
+            publish(sh, half, 3)
+            more = load_codes(gl.expand_dims(next_values, 1) + word, next_valid, 2)
+            valid = next_valid
+            values = next_values
+            high_exponents = next_high
+            done += half
+        turn += 1
+
+
+@gluon.jit
+def start_chunk(sh, raw, halves, pointers, mask, half, parity, CHUNK: gl.constexpr):
+    """Copy a chunk's codes into its buffer once that is free; of the last chunk, the bf16 values as well."""
+    wait_empty(sh, half, parity, CHUNK)
+    async_copy.async_copy_global_to_shared(
+        raw.index(half * 8 + CHUNK * 2), pointers + CHUNK * (2 * PIECE), mask=mask
+    )
+    if CHUNK == 3:
+        async_copy.async_copy_global_to_shared(halves.index(half * 8 + 7), pointers + TAIL, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def finish_chunk(
+    sh, raw, halves, chunks, exponents, half, CHUNK: gl.constexpr, BEHIND: gl.constexpr, WORDS: gl.constexpr
+):
+    """Decode a chunk in place when all but the BEHIND latest copies have landed."""
+    async_copy.wait_group(BEHIND)
+    shifted = exponents >> ((CHUNK & 1) * 16)
+    left, right = split_columns(raw.index(half * 8 + CHUNK * 2).load(WORDS), WORDS)
+    if CHUNK == 3:
+        halves.index(half * 8 + 6).store(decode(left, shifted, 4))
+    else:
+        chunks.index(half * 4 + CHUNK).store(join_columns(decode(left, shifted, 4), decode(right, shifted >> 8, 4)))
+    publish(sh, half, CHUNK)
+
+
+@gluon.jit
+def in_place_producer(
+    sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, HALF: gl.constexpr, LOAD_Q: gl.constexpr
+):
+    """Load q, and decode the key rows of every job; HALF 2: of all tiles, 0 or 1: of every pair's first or second."""
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    STEP: gl.constexpr = 1 if HALF == 2 else 2
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
+    word = gl.expand_dims(gl.arange(0, 2 * PIECE, gl.SliceLayout(0, WORDS)), 0)
+    raw = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], RAW)
+    halves = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], DONE)
+    chunks = sh.k._reinterpret(gl.int32, [8, TILE, 4 * PIECE], DONE)
+    done = 0
+    turn = 0
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
+        first, count0, count1 = keys.counts(token, list_row)
+        low, high = jobs.pairs(split, count0, count1)
+        index = keys.load_tile(2 * low + (HALF & 1), lane, list_row, first, count0, count1)
+        if LOAD_Q:
+            load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED, 4)
+        for tile in range(2 * low + (HALF & 1), 2 * high, STEP):
+            if HALF == 2:
+                half = tile & 1
+            else:
+                half = HALF
+            parity = (done & 1) ^ 1
+            index = pin_int(index)
+            valid, values, low_exponents, high_exponents = find_tile(keys, pages, index, tile, count0)
+            index = keys.load_tile(tile + STEP, lane, list_row, first, count0, count1)
+            mask = gl.expand_dims(valid, 1)
+            pointers = gl.expand_dims(values, 1) + word
+            start_chunk(sh, raw, halves, pointers, mask, half, parity, 0)
+            sh.terms.index(half).store(gl.where(valid, 0.0, MASKED_SCORE))
+            start_chunk(sh, raw, halves, pointers, mask, half, parity, 2)
+            start_chunk(sh, raw, halves, pointers, mask, half, parity, 1)
+            if HALF == 2:
+                mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
+                mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
+            else:
+                mbarrier.arrive(sh.terms_ready[HALF])
+            finish_chunk(sh, raw, halves, chunks, low_exponents, half, 0, 2, WORDS)
+            start_chunk(sh, raw, halves, pointers, mask, half, parity, 3)
+            finish_chunk(sh, raw, halves, chunks, high_exponents, half, 2, 2, WORDS)
+            finish_chunk(sh, raw, halves, chunks, low_exponents, half, 1, 1, WORDS)
+            finish_chunk(sh, raw, halves, chunks, high_exponents, half, 3, 0, WORDS)
+            if HALF == 2:
+                done += half
+            else:
+                done += 1
+        turn += 1
+
+
+@gluon.jit
+def looped_producer(
+    sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, HALF: gl.constexpr, LOAD_Q: gl.constexpr
+):
+    """`in_place_producer` of one tile of each pair, with the first three chunks decoded in a loop: less code."""
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
+    word = gl.expand_dims(gl.arange(0, 2 * PIECE, gl.SliceLayout(0, WORDS)), 0)
+    raw = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], RAW)
+    halves = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], DONE)
+    chunks = sh.k._reinterpret(gl.int32, [8, TILE, 4 * PIECE], DONE)
+    done = 0
+    turn = 0
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
+        first, count0, count1 = keys.counts(token, list_row)
+        low, high = jobs.pairs(split, count0, count1)
+        index = keys.load_tile(2 * low + HALF, lane, list_row, first, count0, count1)
+        if LOAD_Q:
+            load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED, 4)
+        for tile in range(2 * low + HALF, 2 * high, 2):
+            parity = (done & 1) ^ 1
+            index = pin_int(index)
+            valid, values, low_exponents, high_exponents = find_tile(keys, pages, index, tile, count0)
+            index = keys.load_tile(tile + 2, lane, list_row, first, count0, count1)
+            mask = gl.expand_dims(valid, 1)
+            pointers = gl.expand_dims(values, 1) + word
+            start_chunk(sh, raw, halves, pointers, mask, HALF, parity, 0)
+            sh.terms.index(HALF).store(gl.where(valid, 0.0, MASKED_SCORE))
+            start_chunk(sh, raw, halves, pointers, mask, HALF, parity, 2)
+            mbarrier.arrive(sh.terms_ready[HALF])
+            start_chunk(sh, raw, halves, pointers, mask, HALF, parity, 1)
+            exponents = low_exponents
+            chunk = job >> 30
+            for step in range((job >> 30) + 3):
+                async_copy.wait_group(2)
+                left, right = split_columns(raw.index(HALF * 8 + chunk * 2).load(WORDS), WORDS)
+                decoded = join_columns(decode(left, exponents, 4), decode(right, exponents >> 8, 4))
+                chunks.index(HALF * 4 + chunk).store(decoded)
+                fence_async_shared()
+                if step == 0:
+                    mbarrier.arrive(sh.full[HALF * 4])
+                    start_chunk(sh, raw, halves, pointers, mask, HALF, parity, 3)
+                    exponents = high_exponents
+                    chunk = chunk + 2
+                else:
+                    async_copy.commit_group()
+                    if step == 1:
+                        mbarrier.arrive(sh.full[HALF * 4 + 2])
+                    else:
+                        mbarrier.arrive(sh.full[HALF * 4 + 1])
+                    exponents = low_exponents >> 16
+                    chunk = chunk - 1
+            finish_chunk(sh, raw, halves, chunks, high_exponents, HALF, 3, 0, WORDS)
+            done += 1
+        turn += 1

@@ -52,7 +52,7 @@ class Shared:
 
 
 @gluon.jit
-def allocate_shared(PAGED: gl.constexpr, FENCED: gl.constexpr, threads: gl.constexpr):
+def allocate_shared(PAGED: gl.constexpr, FENCED: gl.constexpr, threads: gl.constexpr, TAILS: gl.constexpr):
     """All of the CTA's shared memory: 64 KiB of q, 128 KiB of keys, 32 KiB of probabilities, statistics, barriers."""
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -69,9 +69,10 @@ def allocate_shared(PAGED: gl.constexpr, FENCED: gl.constexpr, threads: gl.const
     s3 = gl.allocate_shared_memory(gl.float32, [TILE], PLAIN)
     terms = gl.allocate_shared_memory(gl.float32, [2, TILE], PLAIN)
     writers: gl.constexpr = 1 if PAGED else threads  # stores are signalled once for all threads
+    last: gl.constexpr = 1 + threads if TAILS else writers
     full = (
-        allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers),
-        allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers),
+        allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(last),
+        allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(writers), allocate_barrier(last),
     )  # fmt: skip
     empty = (
         allocate_barrier(1), allocate_barrier(1), allocate_barrier(1), allocate_barrier(1),
