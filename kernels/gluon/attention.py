@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of the Hopper attention: gathered keys from one or two pools, or dense keys with causality, window and mask.
+"""Launcher of the Hopper attention: gathered keys from one or two pools of bf16 rows or FP8 pages, or dense keys with
+causality, window and mask.
 
 The kernel (attention_kernel.py) is imported at the first launch, after :func:`.gate.attention_reason` has accepted.
 """
@@ -25,8 +26,8 @@ TUNING = {
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
-# The producer of FP8 pages needs no more registers than that of bf16 rows.
-PAGED_TUNING = {"PAGED": 1 + 8 + 32}
+# FP8 pages: three worker partitions, two of them producers.
+PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 48}
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,10 @@ def _launch(
         PACKED=packed,
         BATCHED=batches > 1,
         ROPE_SHARED=rope and cos.shape[0] != total,
+        PAGED=paged,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-        **(TUNING | (PAGED_TUNING if paged else {"PAGED": 0}) | (tuning or {})),
+        **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
     )
 
 

@@ -5,6 +5,7 @@
 Three warpgroups per CTA, one CTA per SM, each walking through the jobs (token, 64 heads, share of the keys):
 
 - `producer` gathers key rows with cp.async: 64 keys (a tile) in four chunks of 128 columns, two tiles (a pair) ahead.
+  Over FP8 pages there are two warpgroups in its place, which decode the rows (attention_pages.py).
 - `consumer_left` computes the scores of the first tile of each pair and owns output columns 0..255.
 - `consumer_right` computes the scores of the second tile and owns columns 256..511.
 
@@ -29,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
-from .attention_pages import Pages, in_place_producer, looped_producer, pages_producer, register_producer
-from .attention_shared import allocate_shared
+from .attention_pages import Pages, pages_producer
+from .attention_shared import ROWS_OF_16_BYTES, allocate_shared, load_q
 from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
@@ -47,11 +48,7 @@ from .hopper import (
     pin_int,
     rescale,
 )
-from .producer import load_q
 
-# How the producer's threads share a chunk: four rows each keep the loop small, which is what its speed depends on (the
-# three warpgroups share one instruction cache).
-ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 @gluon.jit
 def softmax_step(s, term, maximum, scale):
@@ -79,8 +76,6 @@ def scores_chunk(sh, s, z, parity, TILE_OF_PAIR: gl.constexpr, CHUNK: gl.constex
     over the loop and spill a kilobyte of registers per thread.
     """
     mbarrier.wait(sh.full[TILE_OF_PAIR * 4 + CHUNK], parity)
-    if sh.FENCED:
-        fence_async_shared()  # the keys were stored by other threads, and the tensor cores read them
     k = key_chunk(sh, TILE_OF_PAIR * 4 + CHUNK, z).permute((1, 0))
     return warpgroup_mma(sh.q[CHUNK].index(z), k, s, use_acc=CHUNK != 0, is_async=True)
 
@@ -113,8 +108,6 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
     mbarrier.arrive(sh.empty[0])
     # the other tile
     mbarrier.wait(sh.p_ready[1], parity)
-    if sh.FENCED:
-        fence_async_shared()
     m = sh.stats[1].load(gl.SliceLayout(1, SCORES))
     factor = exp2_approx(m0 - m)
     l = l * factor
@@ -213,8 +206,6 @@ def consumer_right(sh, keys, jobs, output, scale):
             term = load_term(sh, parity, 1)
             # the other warpgroup's tile, queued behind the own scores
             mbarrier.wait(sh.p_ready[0], parity)
-            if sh.FENCED:
-                fence_async_shared()
             m0 = sh.stats[0].load(ROWS)
             before = exp2_approx(m - m0)
             oa = rescale(oa, before)
@@ -284,7 +275,7 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
         first, count0, count1 = keys.counts(token, list_row)
         low, high = jobs.pairs(split, count0, count1)
         index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
-        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED, 4)
+        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
         for j in range(low, high):
             parity = (done & 1) ^ 1
             for half in range(2):
@@ -342,55 +333,23 @@ def attention_kernel(
         gdc_wait()
     if release != 0:
         gdc_launch_dependents()
-    sh = allocate_shared(PAGED != 0, (PAGED & 2) != 0, 256 if PAGED & 4 else 128, PAGED != 0 and PAGED >> 4 == 0)
+    sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
-    if PAGED != 0:
+    if PAGED:
         pages = Pages(
             kv0.to(gl.pointer_type(gl.int32), bitcast=True), kv1.to(gl.pointer_type(gl.int32), bitcast=True),
             page_stride0, page_stride1, STRIDE0, STRIDE1,
         )  # fmt: skip
-        if PAGED >> 4 == 0:
-            gl.warp_specialize(
-                [
-                    (consumer_right, (sh, keys, jobs, output, scale)),
-                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                    (register_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 4)),
-                ],
-                [4, 4],
-                [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-            )
-        elif PAGED >> 4 == 1:
-            gl.warp_specialize(
-                [
-                    (consumer_right, (sh, keys, jobs, output, scale)),
-                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                    (in_place_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 2, True)),
-                ],
-                [4, 4],
-                [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-            )
-        elif PAGED >> 4 == 2:
-            gl.warp_specialize(
-                [
-                    (consumer_right, (sh, keys, jobs, output, scale)),
-                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                    (in_place_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0, True)),
-                    (in_place_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1, False)),
-                ],
-                [4, 4, 4],
-                [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-            )
-        elif PAGED >> 4 == 3:
-            gl.warp_specialize(
-                [
-                    (consumer_right, (sh, keys, jobs, output, scale)),
-                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                    (looped_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0, True)),
-                    (looped_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1, False)),
-                ],
-                [4, 4, 4],
-                [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-            )
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1)),
+            ],
+            [4, 4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
     else:
         gl.warp_specialize(
             [
