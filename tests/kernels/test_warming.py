@@ -98,7 +98,8 @@ def test_nothing_compiles_after_it(kv, quant, masks):
     sizes = {"heads": 128, "groups": 16, "kv": (kv,), "quant": quant, "masks": masks, "lengths": (True,)}
     sizes |= {"max_tokens": 300, "max_keys": 640}
     done = fusion_pass.warmup(**sizes)
-    assert done.calls > 300 and sum(done.compiled.values()) >= 2 and not done.refused, str(done)
+    # What an earlier case of this process compiled is not compiled again.
+    assert done.calls > 300 and sum(done.compiled.values()) >= 1 and not done.refused, str(done)
     device = torch.device("cuda")
     make = warm_up._Operands(done.chain, device)
     weight = factors = None
