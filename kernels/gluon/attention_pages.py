@@ -180,3 +180,130 @@ def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, H
             finish_chunk(sh, exponents_high, HALF, 3, 0)
             done += 1
         turn += 1
+
+
+PREFETCH_ASM = gl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }")
+LANES = gl.constexpr(gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def prefetch(values, exponents, valid, SIDE: gl.constexpr):
+    """Bring the rows' half of this producer into L2, and their exponents."""
+    part = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LANES)), 0)
+    values = gl.expand_dims(gl.convert_layout(values, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
+    wanted = gl.convert_layout(valid.to(gl.int32), gl.SliceLayout(1, LANES), assert_trivial=True)
+    wanted = gl.expand_dims(wanted, 1) + part * 0
+    near = values + part * 16 + SIDE * 64
+    gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l,r", [near, wanted], dtype=gl.int32, is_pure=False, pack=1)
+    if SIDE == 1:
+        exponents = gl.expand_dims(gl.convert_layout(exponents, gl.SliceLayout(1, LANES), assert_trivial=True), 1)
+        rest = gl.where(part == 0, near + 64, exponents + part * 0)
+        wanted = gl.where(part < 2, wanted, 0)
+        gl.inline_asm_elementwise(PREFETCH_ASM, "=r,l,r", [rest, wanted], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_empty(sh, half, parity, CHUNK: gl.constexpr):
+    mbarrier.wait(sh.empty[CHUNK], parity, pred=half == 0)
+    mbarrier.wait(sh.empty[4 + CHUNK], parity, pred=half != 0)
+
+
+@gluon.jit
+def publish(sh, half, CHUNK: gl.constexpr):
+    fence_async_shared()
+    if half == 0:
+        mbarrier.arrive(sh.full[CHUNK])
+    else:
+        mbarrier.arrive(sh.full[4 + CHUNK])
+
+
+@gluon.jit
+def start_any(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
+    codes = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], CODES)
+    values = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], VALUES)
+    mask = gl.expand_dims(valid, 1)
+    wait_empty(sh, half, parity, CHUNK)
+    async_copy.async_copy_global_to_shared(codes.index(half * 8 + CHUNK * 2), pointers + CHUNK * (2 * PIECE), mask=mask)
+    if CHUNK == 3:
+        async_copy.async_copy_global_to_shared(values.index(half * 8 + 7), pointers + TAIL, mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def finish_any(sh, exponents, half, CHUNK: gl.constexpr, BEHIND: gl.constexpr):
+    codes = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], CODES)
+    async_copy.wait_group(BEHIND)
+    shifted = exponents >> ((CHUNK & 1) * 16)
+    left, right = split_pieces(codes.index(half * 8 + CHUNK * 2).load(WORDS))
+    if CHUNK == 3:
+        values = sh.k._reinterpret(gl.int32, [16, TILE, 2 * PIECE], VALUES)
+        values.index(half * 8 + 6).store(decode(left, shifted))
+    else:
+        values = sh.k._reinterpret(gl.int32, [8, TILE, 4 * PIECE], VALUES)
+        values.index(half * 4 + CHUNK).store(join_pieces(decode(left, shifted), decode(right, shifted >> 8)))
+    publish(sh, half, CHUNK)
+
+
+@gluon.jit
+def half_tile(sh, keys, pages, state, tile, count0, list_row, first, count1, parity, half, lane, word,
+              SIDE: gl.constexpr, PREFETCH: gl.constexpr):
+    valid, values, exponents, index = state
+    pointers = gl.expand_dims(values, 1) + word
+    start_any(sh, pointers, valid, parity, half, 2 * SIDE)
+    if SIDE == 0:
+        sh.terms.index(half).store(gl.where(valid, 0.0, MASKED_SCORE))
+    start_any(sh, pointers, valid, parity, half, 2 * SIDE + 1)
+    if SIDE == 0:
+        if half == 0:
+            mbarrier.arrive(sh.terms_ready[0])
+        else:
+            mbarrier.arrive(sh.terms_ready[1])
+    # the next tile, while the copies arrive
+    index = pin_int(index)
+    valid = keys.valid(index, tile + 1, count0)
+    values, words = pages.locate(index, tile + 1 >= gl.cdiv(count0, TILE), keys.POOLS)
+    if PREFETCH:
+        prefetch(values, words, valid, SIDE)
+    index = keys.load_tile(tile + 2, lane, list_row, first, count0, count1)
+    following = gl.load(words + SIDE, mask=valid, other=0)
+    finish_any(sh, exponents, half, 2 * SIDE, 1)
+    finish_any(sh, exponents, half, 2 * SIDE + 1, 0)
+    return valid, values, following, index
+
+
+@gluon.jit
+def side_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, SIDE: gl.constexpr,
+                  UNROLL: gl.constexpr, PREFETCH: gl.constexpr):
+    """Decode two chunks of every tile of every job: those of consumer_left (0, 1) or of consumer_right (2, 3)."""
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
+    word = gl.expand_dims(gl.arange(0, 2 * PIECE, gl.SliceLayout(0, WORDS)), 0)
+    done = 0
+    turn = 0
+    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
+        block, split, list_row, token = jobs.place(job)
+        first, count0, count1 = keys.counts(token, list_row)
+        low, high = jobs.pairs(split, count0, count1)
+        index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
+        following = keys.load_tile(2 * low + 1, lane, list_row, first, count0, count1)
+        if SIDE == 0:
+            load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
+        index = pin_int(index)
+        valid = keys.valid(index, 2 * low, count0)
+        values, words = pages.locate(index, 2 * low >= gl.cdiv(count0, TILE), keys.POOLS)
+        state = valid, values, gl.load(words + SIDE, mask=valid, other=0), following
+        if UNROLL:
+            for j in range(low, high):
+                parity = (done & 1) ^ 1
+                state = half_tile(sh, keys, pages, state, 2 * j, count0, list_row, first, count1, parity, 0, lane, word,
+                                  SIDE, PREFETCH)
+                state = half_tile(sh, keys, pages, state, 2 * j + 1, count0, list_row, first, count1, parity, 1, lane,
+                                  word, SIDE, PREFETCH)
+                done += 1
+        else:
+            for tile in range(2 * low, 2 * high):
+                parity = (done & 1) ^ 1
+                half = tile & 1
+                state = half_tile(sh, keys, pages, state, tile, count0, list_row, first, count1, parity, half, lane,
+                                  word, SIDE, PREFETCH)
+                done += half
+        turn += 1
