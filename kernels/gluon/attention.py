@@ -27,7 +27,7 @@ TUNING = {
     "PRODUCER_REGISTERS": 72,
 }
 # FP8 pages: three worker partitions, two of them producers.
-PAGED_TUNING = {"PAGED": 1, "CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 48}
+PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 48}
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,10 @@ def _launch(
         PACKED=packed,
         BATCHED=batches > 1,
         ROPE_SHARED=rope and cos.shape[0] != total,
+        PAGED=paged,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-        **(TUNING | (PAGED_TUNING if paged else {"PAGED": 0}) | (tuning or {})),
+        **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
     )
 
 

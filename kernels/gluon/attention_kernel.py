@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
-from .attention_pages import Pages, pages_producer, side_producer
+from .attention_pages import Pages, pages_producer
 from .attention_shared import ROWS_OF_16_BYTES, allocate_shared, load_q
 from .hopper import (
     COLUMNS,
@@ -333,35 +333,23 @@ def attention_kernel(
         gdc_wait()
     if release != 0:
         gdc_launch_dependents()
-    sh = allocate_shared(PAGED != 0)
+    sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
-    if PAGED != 0:
+    if PAGED:
         pages = Pages(
             kv0.to(gl.pointer_type(gl.int32), bitcast=True), kv1.to(gl.pointer_type(gl.int32), bitcast=True),
             page_stride0, page_stride1, STRIDE0, STRIDE1,
         )  # fmt: skip
-        if PAGED == 1:
-            gl.warp_specialize(
-                [
-                    (consumer_right, (sh, keys, jobs, output, scale)),
-                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                    (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0)),
-                    (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1)),
-                ],
-                [4, 4, 4],
-                [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (consumer_right, (sh, keys, jobs, output, scale)),
-                    (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                    (side_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0, PAGED & 2, PAGED & 4)),
-                    (side_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1, PAGED & 2, PAGED & 4)),
-                ],
-                [4, 4, 4],
-                [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-            )
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1)),
+            ],
+            [4, 4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
     else:
         gl.warp_specialize(
             [
