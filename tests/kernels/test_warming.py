@@ -60,7 +60,7 @@ def test_every_call_is_valid(kv, quant, pack):
     """The calls run (on the CPU's reference), at every kind of token count, and no call repeats another."""
     chain = warm_up.Chain(heads=8, groups=2, rank=128, max_tokens=3, max_keys=70, kv=(kv,), quant=quant,
                           pack_scales=pack, capacities=((5, 0), (5, 7)), masks=warm_up.MASKS, partials=(2, 3),
-                          page_size=4, window=16)
+                          page_size=4, extra_page_sizes=(2, 4), window=16)
     seen = set()
     for op, args, more in warm_up.calls(chain, torch.device("cpu"), 2):
         for value in args:
