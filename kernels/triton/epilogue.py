@@ -181,7 +181,8 @@ def store_scales(
     tl.store(address, value, mask=row_mask[:, None])
     last = (row_mask & (token == num_tokens - 1))[:, None]
     for column in tl.static_range(1, 4):
-        padding = last & (num_tokens - 1 + column < columns)
+        # From the rows' own tokens: Triton 3.9's interpreter makes int32 of a block of booleans "and" a scalar one.
+        padding = last & (token[:, None] + column < columns)
         tl.store(address + column * step, tl.zeros_like(value), mask=padding)
 
 
