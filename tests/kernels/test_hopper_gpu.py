@@ -165,20 +165,20 @@ def test_forms(form):
                 assert relative_error(out, want) < 3e-3, (tokens, width, dtype)
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("padding", [None, 40, 64], ids=["rows", "pages decoded first", "pages"])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 33, 64])
-def test_early_launches(tokens, paged):
+def test_early_launches(tokens, padding):
     """Two layers in one CUDA graph, replayed back to back: every kernel waits for what it reads, and none overwrites
     what a kernel before it still reads."""
     ops, m = torch.ops.fusion_pass, Maker("cuda", torch.bfloat16)
     first, second, rope = two_pools(tokens, 128)
     weights = [Maker("cuda", seed=s).bgemm(16, 1, 1024, 4096)[2:] for s in (1, 2)]
     sizes = (SCALE, 16)
-    if paged:
-        cache, columns = m.pages(64, 64), m.integers(-1, 4096, (tokens, 1152))
+    if padding is not None:  # 40 bytes behind each page: not aligned
+        cache, columns = m.pages(64, 64, padding), m.integers(-1, 4096, (tokens, 1152))
 
     def layer(q, weight):
-        if paged:
+        if padding is not None:
             codes, scales = ops.attention_paged_fp8_rope_quant(q, cache, columns, first[3], *rope, *sizes, 64)
         else:
             more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
