@@ -133,7 +133,7 @@ def variants() -> str:
 def targets() -> str:
     """The targets of the Hopper kernels beside what the committed results reached."""
     rows: dict[str, dict[tuple[str, int, str], dict[str, Any]]] = {}
-    for name in ("chain", "attention", "bgemm"):
+    for name in ("chain", "attention", "bgemm", "rope_quant"):
         made = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
         rows[name] = {(row["shape"], row["T"], row["variant"]): row for row in made}
 
@@ -161,6 +161,9 @@ def targets() -> str:
         name = "fusion_pass, inverse RoPE + FP8"
         return lambda at: (-rows["attention"][(*at, name)]["epilogue cost"], -target, "")
 
+    def standalone(target: float) -> Figure:
+        return lambda at: (rows["rope_quant"][(*at, "default")]["ratio"], target, "")
+
     wanted = [
         ("chain, bf16 rows, against the peers' best chain", chain("bf16", 1.3), "pro", (1, 2, 4, 8, 16, 32)),
         ("the same", chain("bf16", 1.2), "pro", (64, 128, 256, 1024, 2048)),
@@ -173,6 +176,8 @@ def targets() -> str:
         ("product alone, against DeepGEMM", of("DeepGEMM / this", 0.95), "pro", (256, 4096)),
         ("cost of the epilogue inside attention", epilogue(0.02), "pro", (64, 128, 256)),
         ("the same", epilogue(0.04), "pro", (1024, 2048, 4096)),
+        ("rotation and quantisation alone, against the stand-in for vLLM's kernel", standalone(1.0), "pro", (1,)),
+        ("the same", standalone(2.0), "pro", (64, 128, 256, 1024)),
     ]
     body = []
     for what, figure, shape, counts in wanted:

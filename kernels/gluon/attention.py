@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..tuning import attention as tuning_data
-from . import flags
 from .gate import HEAD_DIM
 
 TILE = 64
@@ -99,9 +98,8 @@ def shares(chosen: tuning_data.Plan, tokens: int, heads: int, device: torch.devi
     rows = tokens * math.ceil(heads / TILE) - chosen.whole
     if rows * chosen.splits > torch.cuda.get_device_properties(device).multi_processor_count:
         return None  # a share may wait only for CTAs that started before its own
-    words = flags.flags(device, 2 * rows)
-    if words is None:
-        return None
+    # Zeroed for every launch: flags that outlive a call would be shared by streams, or lie in a CUDA graph's memory.
+    words = torch.zeros(2 * rows, dtype=torch.int32, device=device)
     out = torch.empty(chosen.splits - 1, rows, TILE, HEAD_DIM, dtype=torch.bfloat16, device=device)
     return Shares(chosen.whole, out, torch.empty(chosen.splits - 1, rows, 2, TILE, device=device), words)
 

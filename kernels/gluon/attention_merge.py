@@ -8,7 +8,7 @@ finishes the row. Left and right warpgroups do this for their own columns, each 
 the log-sum-exp.
 
 Nobody waits in vain: jobs of earlier shares have smaller numbers, one CTA each (the launcher sees to it), and CTAs
-start in that order. A flag is back at zero when the kernel ends, and must be zero when it starts: see flags.py.
+start in that order. The flags are zero when the kernel starts.
 """
 
 from triton.experimental import gluon
@@ -119,8 +119,6 @@ def take_in(shares, flag, oa, ob, sums, m, place, step, splits):
         sums = sums * keep + weight
         m = new
         place += step
-    gl.thread_barrier()  # every thread has seen the flag
-    gl.store(flag, 0)
     return oa, ob, sums, m
 
 

@@ -107,8 +107,9 @@ def inverse_rope_rows(
         sin = load_fp32(sin)
         even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
     # Selected, not multiplied by 1 and 0: an infinity below the rotated channels must not make its neighbour a NaN.
-    rotated_even = tl.where(rotated, even * cos + odd * sin, even)
-    rotated_odd = tl.where(rotated, odd * cos - even * sin, odd)
+    # Which product is rounded is written down: left to the compiler it depends on the tile.
+    rotated_even = tl.where(rotated, tl.fma(even, cos, odd * sin), even)
+    rotated_odd = tl.where(rotated, tl.fma(odd, cos, -(even * sin)), odd)
     return tl.reshape(tl.join(rotated_even, rotated_odd), [ROWS, WIDTH])
 
 

@@ -78,11 +78,14 @@ def paged_pools(m, tokens, heads, sizes, paddings, count=40):
 )
 @pytest.mark.parametrize("heads", [128, 64])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 33, 66, 140, 300])
-def test_pages(tokens, heads, sizes, paddings):
+def test_pages(monkeypatch, tokens, heads, sizes, paddings):
     """Both caches, ragged lists and lengths, against the same keys as bf16 pools: the kernel that decodes them itself
     gives the same bits. The last case is not aligned and is decoded in front of the attention."""
     from fusion_pass.kernels.gluon import attention, launchers
 
+    # Where the rows of a last wave are cut, the sums of bf16 rows and of pages may be cut differently.
+    plan = attention.plan
+    monkeypatch.setattr(attention, "plan", lambda *args: plan(*args[:4], cut=False))
     q, sink, rope, ((a, i, n, size), (b, j, k, more)), (first, second) = paged_pools(
         Maker("cuda", torch.bfloat16), tokens, heads, sizes, paddings
     )
@@ -212,8 +215,8 @@ def test_early_launches(tokens, padding):
 ])  # fmt: skip
 def test_shares(monkeypatch, tokens, heads, splits):
     """Shares of an odd number of tiles, of few and of no keys (lengths), merged behind the kernel or, where only the
-    last wave's rows are cut, inside; twice the same bits; every flag back at zero."""
-    from fusion_pass.kernels.gluon import flags, launchers
+    last wave's rows are cut, inside; twice the same bits."""
+    from fusion_pass.kernels.gluon import launchers
 
     tuned = launchers.attention.tuning_data
     rows = tokens * -(-heads // 64)
@@ -238,8 +241,6 @@ def test_shares(monkeypatch, tokens, heads, splits):
     args, outs = outputs("attention_gathered_rope_quant", (*first, *rope, *quant, *second))
     launchers._launch_gathered_quant(outs, *args)
     assert relative_error(reference.dequantise(*outs), rope_formula(want, *rope, groups)) < 0.04
-    torch.cuda.synchronize()
-    assert all(not words.any() for words in flags._of_stream.values())
 
 
 def test_merged_shares_on_several_streams_and_graphs():
@@ -280,22 +281,3 @@ def test_merged_shares_on_several_streams_and_graphs():
         torch.cuda.synchronize()
         for got, (codes, scales) in zip(eager + captured, want, strict=True):
             assert torch.equal(got[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(got[1], scales)
-
-
-def test_a_capture_without_flags_cuts_nothing(monkeypatch):
-    """Where the pool of flags is used up, the last wave's rows stay whole."""
-    from fusion_pass.kernels.gluon import attention, flags
-
-    first, second, rope = two_pools(70, 128)
-    more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
-    call = torch.ops.fusion_pass.attention_gathered_rope_quant
-    want = reference.dequantise(*call(*first, *rope, SCALE, 16, **more))
-    monkeypatch.setattr(flags, "POOL_WORDS", 0)
-    given = []
-    shares = attention.shares
-    monkeypatch.setattr(attention, "shares", lambda *args: given.append(shares(*args)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = call(*first, *rope, SCALE, 16, **more)
-    graph.replay()
-    assert given == [None] and relative_error(reference.dequantise(*got), want) < 0.04
