@@ -203,6 +203,8 @@ def main() -> int:
     dist.all_gather_object(everybody, rows)
     wrong = 0
     if rank == 0:
+        figures["environment"] = {"torch": torch.__version__, "ranks": world_size, "device": (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")}
         figures["timings"] = [row for rows in everybody for row in rows if row["ranks"] == 1 or row["rank"] == 0]
         for number, found in enumerate(figures["ranks"]):
             whole_chains = sum(tuple(roles) == CHAIN[args.form] for roles in found["fused"])

@@ -105,6 +105,24 @@ def benchmarks(*names: str) -> str:
     return "\n\n".join(parts)
 
 
+def tensor_parallel() -> str:
+    """The two-GPU run: time of a call and of a replay of its CUDA graph, plain Inductor beside the pass."""
+    made = json.loads((RESULTS / "tensor_parallel.json").read_text())
+    env, logits = made["environment"], made["logits"]
+    columns = [(1, "inductor"), (1, "fusion_pass"), (2, "inductor"), (2, "fusion_pass")]
+    cells = {((row["phase"], row["T"], row["batch"]), (row["ranks"], row["variant"])):
+             f"{row['ms']:.1f} / {row['graph_ms']:.2f}" for row in made["rows"]}
+    keys = list(dict.fromkeys(key for key, _ in cells))
+    head = ["what", "tokens", "batch", *(f"{ranks} GPU{'s' * (ranks > 1)}, {variant}" for ranks, variant in columns)]
+    table = _table(head, ([*map(str, key), *(cells[key, column] for column in columns)] for key in keys))
+    fused = ", ".join(map(str, made["layers_fused_by_rank"]))
+    return (f"**tensor_parallel** on {env['gpus']} x {env['gpu']}, torch {env['torch']}, triton {env['triton']}; "
+            f"milliseconds of a call / of a replay of its CUDA graph, the collective inside:\n\n{table}\n\n"
+            f"Layers fused: {fused} of {made['layers']} on the two ranks. Relative distance of the logits "
+            f"({logits['tokens']} tokens, bf16): two GPUs to one {logits['split_to_one_rank']:.2e}; to float64 "
+            f"{logits['split_to_float64']:.2e} (one GPU: {logits['one_rank_to_float64']:.2e}).")
+
+
 def variants() -> str:
     """Tables of the variants that were measured on the way to the Hopper kernels."""
     kept = json.loads((RESULTS / "hopper_variants_sweep.json").read_text())
@@ -166,6 +184,8 @@ def targets() -> str:
 
 def _result(values: dict[str, Any]) -> str:
     env, rows = values["environment"], values["rows"]
+    if values["benchmark"] == "tensor_parallel":
+        return tensor_parallel()
     title = (f"**{values['benchmark']}** on {env.get('gpu', 'an unnamed device')}, torch {env.get('torch', '?')}, "
              f"triton {env.get('triton', '?')}")
     if all({"shape", "T", "variant", "ms", "peak_gib"} <= row.keys() for row in rows):
@@ -360,7 +380,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "graph": graph, "report": report, "config": config, "declared": declared, "corpus": corpus, "roles": roles,
     "errors": errors, "compiled": compiled, "versions": versions, "fuzz": fuzz, "soak": soak, "coverage": coverage,
     "newcomer": newcomer,
-    "benchmarks": benchmarks, "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
+    "tensor-parallel": tensor_parallel, "benchmarks": benchmarks,
+    "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
     "variants": variants, "targets": targets,
 }
 _BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of the Hopper attention: gathered keys from one or two pools, or dense keys with causality, window and mask.
+"""Launcher of the Hopper attention: gathered keys from one or two pools of bf16 rows or FP8 pages, or dense keys with
+causality, window and mask.
 
 The kernel (attention_kernel.py) is imported at the first launch, after :func:`.gate.attention_reason` has accepted.
 """
@@ -25,6 +26,8 @@ TUNING = {
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
+# FP8 pages: three worker partitions, two of them producers.
+PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 48}
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,7 @@ def _launch(
     splits: int = 1,
     causal: bool = False,
     window: int = 0,
+    page_sizes: tuple[int, int] | None = None,
     pdl: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> None:
@@ -114,8 +118,13 @@ def _launch(
 
     batches, queries, heads, _ = q.shape
     q = _aligned_q(q)
-    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
-    extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
+    paged = page_sizes is not None
+    if page_sizes is not None:  # pools are bytes [P, page bytes]
+        rows = kv.shape[0] * page_sizes[0]
+        extra_rows = 0 if extra_kv is None else extra_kv.shape[0] * page_sizes[1]
+    else:
+        rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
+        extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
     if kv.numel() == 0:
         kv = q  # no row of it is ever addressed
     if extra_kv is not None and extra_kv.numel() == 0:
@@ -157,6 +166,8 @@ def _launch(
         0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
         kv_keys if lists is None else lists.width,
         0 if lists is None else lists.width2,
+        kv.stride(0) // 16 if paged else 0,
+        extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
         queries,
         window,
         int(causal),
@@ -178,17 +189,18 @@ def _launch(
         HAS_BIAS=lists is not None and lists.bias is not None,
         HAS_SINK=sink is not None,
         BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
-        STRIDE0=_row_stride(kv),
-        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv),
+        STRIDE0=_row_stride(kv) if page_sizes is None else page_sizes[0],
+        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv) if page_sizes is None else page_sizes[1],
         EPILOGUE=KINDS[epilogue.kind],
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
         PACKED=packed,
         BATCHED=batches > 1,
         ROPE_SHARED=rope and cos.shape[0] != total,
+        PAGED=paged,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-        **(TUNING | (tuning or {})),
+        **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
     )
 
 
@@ -229,6 +241,48 @@ def launch_gathered(
         tokens=indices.shape[0],
         splits=splits,
         pdl=pdl,
+        tuning=tuning,
+    )
+
+
+def pages_aligned(data: Tensor) -> bool:
+    """Whether the kernel can read pages [P, page bytes] where they are: 16 bytes at a time."""
+    return data.data_ptr() % 16 == 0 and (data.stride(0) % 16 == 0 or data.shape[0] <= 1)
+
+
+def launch_paged(
+    q: Tensor,
+    pages: Tensor,
+    page_size: int,
+    indices: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    epilogue: Epilogue,
+    *,
+    lengths: Tensor | None = None,
+    extra_pages: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    extra_page_size: int = 1,
+    splits: int = 1,
+    tuning: dict[str, int] | None = None,
+) -> None:
+    """:func:`launch_gathered` over rows of paged FP8 caches, given as bytes [P, page_size * 584] (`pages_aligned`).
+
+    An index is page * page_size + offset.
+    """
+    lists, extra_pages = _two_lists(q, pages, indices, lengths, extra_pages, extra_indices, extra_lengths)
+    _launch(
+        q.unsqueeze(0),
+        pages,
+        sink,
+        scale,
+        epilogue,
+        lists=lists,
+        extra_kv=extra_pages,
+        tokens=indices.shape[0],
+        splits=splits,
+        page_sizes=(page_size, extra_page_size if extra_pages is not None else page_size),
         tuning=tuning,
     )
 

@@ -5,6 +5,7 @@
 Three warpgroups per CTA, one CTA per SM, each walking through the jobs (token, 64 heads, share of the keys):
 
 - `producer` gathers key rows with cp.async: 64 keys (a tile) in four chunks of 128 columns, two tiles (a pair) ahead.
+  Over FP8 pages there are two warpgroups in its place, which decode the rows (attention_pages.py).
 - `consumer_left` computes the scores of the first tile of each pair and owns output columns 0..255.
 - `consumer_right` computes the scores of the second tile and owns columns 256..511.
 
@@ -29,11 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
-from .attention_shared import allocate_shared
+from .attention_pages import Pages, pages_producer
+from .attention_shared import ROWS_OF_16_BYTES, allocate_shared, load_q
 from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
-    HEAD_DIM,
     LAZY,
     OUTPUT,
     PROBABILITIES,
@@ -47,10 +48,6 @@ from .hopper import (
     pin_int,
     rescale,
 )
-
-# How the producer's threads share a chunk: four rows each keep the loop small, which is what its speed depends on (the
-# three warpgroups share one instruction cache).
-ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -267,30 +264,6 @@ def gather_chunk(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constexpr):
-    """Copy the job's queries once the last job's are no longer needed."""
-    lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
-    batch_stride, token_stride, head_stride = q_strides  # elements / 8
-    head = block * TILE + lane
-    row = head.to(gl.int64) * head_stride
-    if BATCHED:
-        batch = token // keys.queries
-        row += batch.to(gl.int64) * batch_stride + (token - batch * keys.queries).to(gl.int64) * token_stride
-    else:
-        row += token.to(gl.int64) * token_stride
-    pointers = q + gl.expand_dims(row * 8, 1) + column
-    in_heads = gl.expand_dims(head < jobs.HEADS, 1)
-    mbarrier.wait(sh.q_empty, (turn & 1) ^ 1)
-    for chunk in gl.static_range(HEAD_DIM // COLUMNS):
-        if jobs.HEADS % TILE == 0:
-            async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk)
-        else:
-            async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk, mask=in_heads)
-    async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
-
-
-@gluon.jit
 def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
     lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
@@ -326,7 +299,7 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
 
 RUNTIME_INTEGERS = [
     "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
-    "index_stride1", "width0", "width1", "queries", "window", "causal",
+    "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "queries", "window", "causal",
     "q_batch_stride", "q_token_stride",
     "q_head_stride", "rope_period", "total", "padded", "wait", "release", "scale", "floor",
 ]  # fmt: skip
@@ -336,13 +309,13 @@ RUNTIME_INTEGERS = [
 def attention_kernel(
     q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
     scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
-    width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
+    width0, width1, page_stride0, page_stride1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
     rope_period, total, padded, wait, release,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
@@ -360,14 +333,30 @@ def attention_kernel(
         gdc_wait()
     if release != 0:
         gdc_launch_dependents()
-    sh = allocate_shared()
+    sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
-    gl.warp_specialize(
-        [
-            (consumer_right, (sh, keys, jobs, output, scale)),
-            (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-            (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if PAGED:
+        pages = Pages(
+            kv0.to(gl.pointer_type(gl.int32), bitcast=True), kv1.to(gl.pointer_type(gl.int32), bitcast=True),
+            page_stride0, page_stride1, STRIDE0, STRIDE1,
+        )  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1)),
+            ],
+            [4, 4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

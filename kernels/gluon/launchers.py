@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..modes import current
 from ..ops.dispatch import Launcher, register_launcher
+from ..reference.paged import page_bytes
 from . import attention, bgemm, deepgemm, gate
 from .attention import Epilogue
 
@@ -150,12 +151,32 @@ def _launch_partials(outs, q, kv, indices, scale, num_splits, lengths, extra_kv,
     )
 
 
-# Attention over FP8 pages: the attended rows are decoded to bf16, a chunk of tokens at a time.
+# Attention over FP8 pages: decoded inside the attention, whatever the number of tokens. Pages that 16-byte loads cannot
+# read: the attended rows are decoded to bf16 in front of it, a chunk of tokens at a time.
 def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
     lengths, extra_pages, extra_indices, extra_lengths, extra_page_size = pools
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
+    data = page_bytes(pages, page_size)
+    extra = None if extra_pages is None else page_bytes(extra_pages, extra_page_size)
 
     def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+        if attention.pages_aligned(data) and (extra is None or attention.pages_aligned(extra)):
+            attention.launch_paged(
+                q,
+                data,
+                page_size,
+                indices,
+                sink,
+                scale,
+                to,
+                lengths=lengths,
+                extra_pages=extra,
+                extra_indices=extra_indices,
+                extra_lengths=extra_lengths,
+                extra_page_size=extra_page_size,
+                splits=splits,
+            )
+            return
         from ..triton.paged import decoded_chunks
 
         chunks = decoded_chunks(

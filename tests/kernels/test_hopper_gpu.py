@@ -10,6 +10,7 @@ from test_gpu import SCALE, outputs, sampled, two_pools
 pytest.importorskip("triton")
 
 from fusion_pass.kernels import reference  # noqa: E402
+from fusion_pass.kernels.reference.paged import decode_pages  # noqa: E402
 from fusion_pass.kernels.tuning import bgemm as tuning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -52,6 +53,88 @@ def test_attention(tokens, heads):
         assert torch.isfinite(values).all() and relative_error(values[:, pick], rotated) < 0.04
 
 
+def paged_pools(m, tokens, heads, sizes, paddings, count=40):
+    """q, sink, rope and two caches whose first row and second page are NaN and unlisted; as the ops take them, and the
+    same as bf16 pools for the gathered ops."""
+    pools, caches = [], []
+    for size, padding, columns in zip(sizes, paddings, (128, 700)):
+        data = m.pages(count * 64 // size, size, padding)
+        data[0, :576], data[1] = 0xFF, 0xFF
+        data[0, size * 576 : size * 576 + 8] = 0xFF
+        indices = m.integers(-1, len(data) * size + 3, (tokens, columns))
+        indices[(indices == 0) | (indices // size == 1)] = -1
+        lengths = m.integers(0, columns + 1, (tokens,))
+        indices[0] = -1
+        if tokens > 2:
+            indices[2, :64], lengths[1] = -1, 0
+        caches.append((data, indices, lengths, size))
+        pools.append((decode_pages(data, size, torch.bfloat16), indices, lengths))
+    q, sink = m.normal(tokens, heads, 512), m.normal(heads, dtype=torch.float32)
+    return q, sink, m.rope(tokens), caches, pools
+
+
+@pytest.mark.parametrize(
+    ("sizes", "paddings"), [((64, 64), (64, 0)), ((64, 2), (64, 48)), ((64, 8), (64, 40))], ids=str
+)
+@pytest.mark.parametrize("heads", [128, 64])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 33, 66, 140, 300])
+def test_pages(tokens, heads, sizes, paddings):
+    """Both caches, ragged lists and lengths, against the same keys as bf16 pools: the kernel that decodes them itself
+    gives the same bits. The last case is not aligned and is decoded in front of the attention."""
+    from fusion_pass.kernels.gluon import attention, launchers
+
+    q, sink, rope, ((a, i, n, size), (b, j, k, more)), (first, second) = paged_pools(
+        Maker("cuda", torch.bfloat16), tokens, heads, sizes, paddings
+    )
+    aligned = attention.pages_aligned(a) and attention.pages_aligned(b)
+    assert aligned == (paddings != (64, 40))
+    pools, groups = (n, b, j, k, more), heads // 8
+    for name, paged, gathered, extra in (
+        ("", launchers._launch_paged, launchers._launch_gathered, (SCALE,)),
+        ("_rope", launchers._launch_paged_rope, launchers._launch_gathered_rope, (*rope, SCALE, groups)),
+        ("_rope_quant", launchers._launch_paged_quant, launchers._launch_gathered_quant, (*rope, SCALE, groups)),
+    ):
+        rule = (128, "ue8m0", 1e-10, True) if "quant" in name else ()
+        args, got = outputs(f"attention_paged_fp8{name}", (q, a, i, sink, *extra, size, *rule, *pools))
+        paged(got, *args)
+        args, want = outputs(f"attention_gathered{name}", (q, *first[:2], sink, *extra, *rule, first[2], *second))
+        gathered(want, *args)
+        for x, y in zip(got, want, strict=True):
+            if aligned:
+                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), name
+        if "quant" in name:
+            got, want = [reference.dequantise(*got)], [reference.dequantise(*want)]
+        assert torch.isfinite(got[0]).all() and relative_error(got[0], want[0]) < (0.03 if "quant" in name else 4e-3)
+
+
+def test_decoded_values():
+    """Every code under exponents over the whole range: with one key per token the output is the decoded row."""
+    from fusion_pass.kernels.gluon import launchers
+
+    m = Maker("cuda", torch.bfloat16)
+    data = m.pages(16, 64, 64)
+    values = data[:, : 64 * 576].view(16, 64, 576)
+    values[..., :448] = torch.arange(448, device="cuda").remainder(256).to(torch.uint8)
+    nan = (values[..., :448] & 0x7F) == 0x7F
+    values[..., :448][nan] = 0x7E
+    exponents = torch.arange(16 * 64, device="cuda").remainder(247).to(torch.uint8)
+    data[:, 64 * 576 : 64 * 584] = exponents.view(16, 64, 1).expand(16, 64, 8).reshape(16, 512)
+    tokens = 16 * 64
+    indices = torch.full((tokens, 128), -1, dtype=torch.int32, device="cuda")
+    indices[torch.arange(tokens), torch.arange(tokens) % 128] = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    q = torch.zeros(tokens, 64, 512, dtype=torch.bfloat16, device="cuda")
+    args, (got,) = outputs("attention_paged_fp8", (q, data, indices, None, SCALE, 64))
+    launchers._launch_paged((got,), *args)
+    rows = decode_pages(data, 64, torch.bfloat16)
+    # the tensor cores' sums lose the sign of zero and, below bf16's normal range, the value
+    normal = rows.abs() >= torch.finfo(torch.bfloat16).tiny
+    assert torch.equal(got[:, 0][normal], rows[normal])
+    assert (got[:, 0][~normal].abs() <= torch.finfo(torch.bfloat16).tiny).all()
+    values[5, 7, 300] = 0x7F  # a NaN code is NaN
+    launchers._launch_paged((got,), *args)
+    assert torch.isnan(got[5 * 64 + 7]).all() and torch.isfinite(got[: 5 * 64 + 7]).all()
+
+
 @pytest.mark.parametrize(("packed", "stored"), [(False, "fp32"), (True, "e8m0"), (False, "bytes")])
 @pytest.mark.parametrize("groups", [16, 8])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 33, 64, 65, 128, 129, 300, 1030])
@@ -81,20 +164,20 @@ def test_forms(form):
             assert relative_error(out, want) < 3e-3, (tokens, ordered)
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("padding", [None, 40, 64], ids=["rows", "pages decoded first", "pages"])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 33, 64])
-def test_early_launches(tokens, paged):
+def test_early_launches(tokens, padding):
     """Two layers in one CUDA graph, replayed back to back: every kernel waits for what it reads, and none overwrites
     what a kernel before it still reads."""
     ops, m = torch.ops.fusion_pass, Maker("cuda", torch.bfloat16)
     first, second, rope = two_pools(tokens, 128)
     weights = [Maker("cuda", seed=s).bgemm(16, 1, 1024, 4096)[2:] for s in (1, 2)]
     sizes = (SCALE, 16)
-    if paged:
-        cache, columns = m.pages(64, 64), m.integers(-1, 4096, (tokens, 1152))
+    if padding is not None:  # 40 bytes behind each page: not aligned
+        cache, columns = m.pages(64, 64, padding), m.integers(-1, 4096, (tokens, 1152))
 
     def layer(q, weight):
-        if paged:
+        if padding is not None:
             codes, scales = ops.attention_paged_fp8_rope_quant(q, cache, columns, first[3], *rope, *sizes, 64)
         else:
             more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
