@@ -208,9 +208,9 @@ def main() -> int:
         figures["timings"] = [row for rows in everybody for row in rows if row["ranks"] == 1 or row["rank"] == 0]
         for number, found in enumerate(figures["ranks"]):
             whole_chains = sum(tuple(roles) == CHAIN[args.form] for roles in found["fused"])
-            print(f"rank {number}: {whole_chains} of {len(KINDS)} layers fused", *found["gated"], *found["near_misses"],
-                  sep="\n  ")
-            wrong += whole_chains < len(KINDS)
+            print(f"rank {number}: {whole_chains} of {len(args.layers)} layers fused", *found["gated"],
+                  *found["near_misses"], sep="\n  ")
+            wrong += whole_chains < len(args.layers)
         if args.tokens:
             print(f"logits: split against one rank {figures['split_to_one_rank']:.2e}, "
                   f"against float64 {figures['split_to_float64']:.2e} (one rank: {figures['one_rank_to_float64']:.2e})")
