@@ -153,20 +153,20 @@ def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, H
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, list_row, token = jobs.place(job)
+        block, split, splits, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, high = jobs.pairs(split, count0, count1)
-        index = keys.load_tile(2 * low + HALF, lane, list_row, first, count0, count1)
+        low, end, pairs = jobs.share(split, splits, count0, count1)
+        index = keys.load_tile(low + HALF, end, lane, list_row, first, count0, count1)
         if HALF == 0:
             load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
-        for tile in range(2 * low + HALF, 2 * high, 2):
+        for tile in range(low + HALF, low + 2 * pairs, 2):
             parity = (done & 1) ^ 1
             index = pin_int(index)
             valid = keys.valid(index, tile, count0)
             values, exponents = pages.locate(index, tile >= gl.cdiv(count0, TILE), keys.POOLS)
             exponents_low = gl.load(exponents, mask=valid, other=0)
             exponents_high = gl.load(exponents + 1, mask=valid, other=0)
-            index = keys.load_tile(tile + 2, lane, list_row, first, count0, count1)
+            index = keys.load_tile(tile + 2, end, lane, list_row, first, count0, count1)
             pointers = gl.expand_dims(values, 1) + word
             start_chunk(sh, pointers, valid, parity, HALF, 0)
             sh.terms.index(HALF).store(gl.where(valid, 0.0, MASKED_SCORE))
