@@ -17,6 +17,7 @@ import json
 import operator
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -323,7 +324,9 @@ def _kept(name: str, made_by: str) -> Any:
 
 
 def _names(failed: list[str]) -> str:
-    return "".join(f" {name}" for name in failed)
+    """Failed tests, the cases of one parametrised test as one."""
+    counted = Counter(name.partition("[")[0] for name in failed)
+    return "".join(f" {name}" + (f" ({count} cases)" if count > 1 else "") for name, count in counted.items())
 
 
 def versions() -> str:

@@ -237,8 +237,8 @@ def _table(form: str, phases: list[Phase], layers: int) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table(title=f"{form} form", title_justify="left", box=box.SIMPLE)
-    headings = ["phase", "run", "fused", "error", "same\ntoken", "time\n(ms)", "compiling\n(s)"]
+    table = Table(title=f"{form} form", title_justify="left", box=box.SIMPLE, pad_edge=False)
+    headings = ["phase", "run", "fused", "error", "same\ntoken", "time\n(ms)", "compile\n(s)"]
     if phases[0].peak_gib:
         headings.append("peak\n(GiB)")
     for heading in headings:

@@ -6,9 +6,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.fx as fx
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+# Torch's own folder; traces of a program that was exported elsewhere name another one, in its site-packages.
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,6 @@ def source_line(node: fx.Node | None) -> str:
         place = f"{path}:{rest.split(',')[0]}"
         if path.startswith(_PACKAGE):
             own = own or place
-        elif "/torch/" not in path:
+        elif not (path.startswith(_TORCH) or "-packages/torch/" in path):
             return place
     return own

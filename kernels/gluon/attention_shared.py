@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Shared memory and barriers of the Hopper attention, and the copy of a job's queries into it."""
 
 from triton.experimental import gluon

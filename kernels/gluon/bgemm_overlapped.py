@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="import-untyped"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Grouped FP8 GEMM for many tokens: tiles of 128 tokens x 128 weight rows, products and promotion overlapped.
 
 As in :mod:`.bgemm_kernel` a producer streams blocks of K and two consumer warpgroups own 64 tokens each. What differs:

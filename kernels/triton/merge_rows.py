@@ -71,7 +71,7 @@ def _merge_rows_kernel(
     table_offsets = (token.to(tl.int64) * cos_stride_t, token.to(tl.int64) * sin_stride_t)
     tl.debug_barrier()  # all loads above are issued before anything waits for the tables
     tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
-    top = tops[0]
+    top = tops[0]  # type: ignore[misc]
     for slot in tl.static_range(1, PARTIALS):
         top = tl.maximum(top, tops[slot])
     if HAS_SINK:

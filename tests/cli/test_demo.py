@@ -1,5 +1,6 @@
 """``python -m fusion_pass demo``: what it chooses on which machine, its judgement, its processes, its exit codes."""
 
+import io
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from fusion_pass import FusedChain, Report
 from fusion_pass.cli import demo, demo_runs
@@ -164,6 +166,17 @@ def test_time_and_memory_beside_plain_inductor():
     assert text == ("prefill: 23.0 ms with plain Inductor, 11.5 ms with fusion_pass (2.00 times as fast); "
                     "peak memory 2.70 and 2.10 GiB")  # fmt: skip
     assert demo.against_inductor(phase(BF16_ROLES, 1e-2, 1e-2)) == ""
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    numbers = {run: 1.0 for run in ("eager", "inductor", "compiled")}
+    rows = [phase(BF16_ROLES, 1e-2, 1e-2, seconds=numbers, peak_gib=numbers, compile_seconds={"inductor": 99.9})]
+    rows[0].error["inductor"] = 1e-2
+    rows[0].seconds["eager"] = 1.2345
+    console = Console(width=80, file=io.StringIO())
+    console.print(demo._table("bf16", rows, 3))
+    text = console.file.getvalue()
+    assert "…" not in text and "(GiB)" in text and "1234.5" in text and "fusion_pass" in text
 
 
 def test_progress_says_what_goes_on(capsys):

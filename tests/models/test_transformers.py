@@ -211,6 +211,8 @@ def attention_calls(model, ids):
     calls, hooks = [], []
     for layer in model.model.layers:
         def record(module, args, kwargs, output):
+            if kwargs.get("past_key_values") is not None:  # transformers 5.8 makes one unasked; by now it is full
+                kwargs = {**kwargs, "past_key_values": None}
             calls.append((module, copy.deepcopy(args), copy.deepcopy(kwargs), output[0].clone()))
         hooks.append(layer.self_attn.register_forward_hook(record, with_kwargs=True))
     model(ids, use_cache=False)
