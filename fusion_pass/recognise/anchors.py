@@ -21,7 +21,8 @@ from .quant_path import CLAMPS, CONTRACTIONS, EXTREMA, QuantPath
 
 aten = torch.ops.aten
 JOINS = {aten.cat.default, aten.slice_scatter.default, aten.select_scatter.default, aten.stack.default,
-         aten.copy.default, aten.index_put.default, aten.constant_pad_nd.default, aten.as_strided_scatter.default}
+         aten.copy.default, aten.index_put.default, aten.constant_pad_nd.default, aten.as_strided_scatter.default,
+         aten.index_copy.default, aten._unsafe_index_put.default}
 THROUGH = {aten.mul.Tensor, aten.div.Tensor} | CLAMPS | EXTREMA
 PLAIN = SAME_ORDER | STRIDED | EXPANDING | CASTS | {aten.view.dtype}
 CHAIN_LIMIT = 64

@@ -213,6 +213,8 @@ class Descent:
         if node.target is aten.sum.dim_IntList and contraction(node, self.sizes) is None:
             _, terms, _ = _reduced(node, self.sizes)
             return [(args_of(node)[0], "term", k) for k in range(terms)] if terms <= MAX_TERMS else None
+        if node.target is aten.addcmul.default or getattr(node.target, "__name__", "") == "fma.default":
+            return self._added_product(node, index)
         if node.target not in _LINEAR:
             return None
         operands = [a for a in args_of(node) if is_tensor(a)]
@@ -224,6 +226,17 @@ class Descent:
                                                                and varying[0] is not node.args[0])):
             return None
         return [(a, "point", 0) for a in varying]
+
+    def _added_product(self, node: fx.Node, index: torch.Tensor) -> list[tuple[fx.Node, str, int]] | None:
+        """a + b * c, where at most one of b and c changes with the channel."""
+        operands: list[fx.Node] = list(args_of(node)[:3])
+        if node.target is not aten.addcmul.default:
+            operands = [operands[2], *operands[:2]]     # prims.fma(b, c, a)
+        varying = [is_tensor(a) and varies(broadcast_index(index, self.sizes.shape(node), self.sizes.shape(a)))
+                   for a in operands]
+        if all(varying[1:]):
+            return None
+        return [(a, "point", 0) for a, moves in zip(operands, varying) if moves]
 
     def chain(self, node: fx.Node, index: torch.Tensor, scaled: bool = False) -> list[Reach]:
         """``node`` and the nodes that its elements come from through moves, as long as all come from one node; with

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
+from ..elements.loads import INDEXED, load_index
 from ..elements.moves import sources
 from ..elements.numeric import Leaf, Numeric, Unevaluated, random_leaf
-from ..elements.numeric_rules import INDEXED, load_index
 from ..fx_access import args_of
 from .attention_bindings import Binder, Binding
 from .attention_match import Gathered, Operand

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ..elements.constants import constant_values
 from ..elements.follow import Follower
-from ..elements.moves import CASTS, unravel
+from ..elements.moves import unravel
 from ..elements.numeric import Leaf, Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
 from ..fx_access import args_of
@@ -34,6 +35,8 @@ from .rotation import Rotation
 
 aten = torch.ops.aten
 BLOCKS = (128, 32)
+FLOORS = {aten.clamp_min.default, aten.clamp.default, aten.maximum.default, aten.where.self, aten.fmax.default,
+          aten.clamp.Tensor, aten.clamp_min.Tensor, aten.where.ScalarSelf, aten.where.ScalarOther}
 MANY_ROWS = 512
 CHUNK = 32
 MAGNITUDES = (1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
@@ -110,7 +113,7 @@ def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, fo
     if not forms:
         return Refused("fp8_quant", f"heads of {rotation.head_dim} channels are no whole number of blocks of "
                        f"{' or '.join(map(str, sorted(BLOCKS)))}", node)
-    floors = _floor_candidates([use.scale for use in path.scales])
+    floors = _floor_candidates([use.scale for use in path.scales], sizes)
     for magnitude in MAGNITUDES:
         try:
             x, found = _values(rotation, sizes, constants, magnitude)
@@ -243,7 +246,7 @@ def _scale_tensor(rotation: Rotation, path: QuantPath, sizes: Sizes, follower: F
     return ScaleTensor(node, int(index[0]), tuple(strides), per_block)
 
 
-def _floor_candidates(scales: list[fx.Node]) -> list[float]:
+def _floor_candidates(scales: list[fx.Node], sizes: Sizes) -> list[float]:
     """Constants of minimum-clamps behind the scales (applied to amax or to amax/448), and none at all."""
     found: list[float] = []
     stack = list(scales)
@@ -253,10 +256,11 @@ def _floor_candidates(scales: list[fx.Node]) -> list[float]:
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if node.target in (aten.clamp_min.default, aten.clamp.default, aten.maximum.default):
-            numbers = [a for a in (*node.args[1:2], node.kwargs.get("min")) if isinstance(a, (int, float))]
-            constants = [_constant_of(a) for a in args_of(node)[1:2] if isinstance(a, fx.Node)]
-            found.extend(float(n) for n in (*numbers, *constants) if isinstance(n, (int, float)) and n > 0)
+        if node.target in FLOORS:
+            for number in (*node.args[1:3], node.kwargs.get("min"), node.kwargs.get("other")):
+                value = _number(number, sizes)
+                if value is not None and value > 0:
+                    found.append(value)
         if node.target in (aten.abs.default,):
             continue
         stack.extend(node.all_input_nodes)
@@ -266,10 +270,11 @@ def _floor_candidates(scales: list[fx.Node]) -> list[float]:
     return [*candidates, 0.0] if candidates else [0.0]
 
 
-def _constant_of(node: fx.Node) -> float | None:
-    if node.target in (aten.full.default, aten.scalar_tensor.default):
-        value = node.args[-1]
-        return float(value) if isinstance(value, (int, float)) else None
-    if node.target in CASTS and isinstance(node.args[0], fx.Node):
-        return _constant_of(node.args[0])
-    return None
+def _number(value: object, sizes: Sizes) -> float | None:
+    """A number, or the first element of a tensor that the graph makes from nothing."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return None
+    first = constant_values(value, torch.zeros(1, dtype=torch.int64), sizes) if sizes.numel(value) else None
+    return None if first is None or first.is_complex() else float(first[0])
