@@ -20,6 +20,7 @@ from .attention_match import OutputAxes
 from .context import Context
 from .descent import Descent, Path, Reach, Step, as_contraction, replay, varies
 from .refusal import Refused
+from .sums import sum_of_products
 
 aten = torch.ops.aten
 _FUSED = {getattr(aten, name).default for name in (
@@ -113,7 +114,7 @@ class Explorer:
         self.output, self.axes, self.sizes, self.context = output, axes, sizes, context
         self.descent = Descent(sizes)
         self.follower = Follower(sizes)
-        self._scores: dict[fx.Node, bool] = {}
+        self._scores: dict[fx.Node, Contraction | None] = {}
 
     @property
     def extents(self) -> list[int]:
@@ -130,11 +131,17 @@ class Explorer:
         channels = torch.arange(self.axes.channels.size)
         return [torch.full_like(channels, e - 1 if last else 0) for e in self.extents[:-1]] + [channels]
 
-    def is_score(self, node: fx.Node) -> bool:
-        """A contraction over at least a head's channels: only the query-key product is one on the way from weights."""
+    def score(self, node: fx.Node) -> Contraction | None:
+        """A contraction over at least a head's channels, or a sum of some over parts of them: only the query-key
+        product is one on the way from weights."""
         if node not in self._scores:
-            self._scores[node] = as_contraction(node, self.sizes, self.axes.channels.size) is not None
+            channels = self.axes.channels.size
+            self._scores[node] = as_contraction(node, self.sizes, channels) or sum_of_products(
+                node, self.context, self.sizes, channels)
         return self._scores[node]
+
+    def is_score(self, node: fx.Node) -> bool:
+        return self.score(node) is not None
 
     def terms(self) -> list[Reach]:
         """What the output is a linear function of, channel by channel."""
@@ -220,8 +227,7 @@ class Explorer:
             here = keys[reach.lanes]
             if bool((here[1:] - here[:-1] != 1).any()):
                 return Refused("fmha", f"the keys of {reach.node.name} are not contiguous", reach.node)
-            scores = site.fused.scores if site.fused is not None else as_contraction(
-                reach.node, self.sizes, self.axes.channels.size)
+            scores = site.fused.scores if site.fused is not None else self.score(reach.node)
             assert scores is not None  # is_score asked for one
             found = self._segment(site, at, here, reach, scores)
             if isinstance(found, Refused):

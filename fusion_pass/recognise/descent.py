@@ -23,6 +23,7 @@ SOFTMAX = {aten._softmax.default, aten.softmax.int, aten._safe_softmax.default}
 LOG_SOFTMAX = {aten._log_softmax.default, aten.log_softmax.int}
 VISIT_LIMIT = 2000
 MAX_TERMS = 512
+MEETING_DEPTH = 32
 
 
 class Unfollowed(Exception):
@@ -33,7 +34,8 @@ class Unfollowed(Exception):
 class Step:
     """From ``node`` to its operand ``operand``: ``kind`` is "move", "point" (pointwise, broadcast), "same" (softmax),
     "factor" (term ``fixed`` of a contraction; ``side`` names the operand), "term" (term ``fixed`` of a sum),
-    "rows" (the mask of a boolean assignment), "scalar" (a single element)."""
+    "rows" (the mask of a boolean assignment), "scalar" (a single element), "meet" (the tensor that all parts of a
+    joined one are taken from)."""
 
     node: fx.Node
     operand: fx.Node
@@ -60,6 +62,8 @@ def advance(step: Step, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         if bool((result < 0).any()):
             raise Unfollowed(f"{node.name} takes elements from elsewhere than {operand.name}")
         return result
+    if step.kind == "meet":
+        return _meeting(node, index, operand, sizes)
     if step.kind == "point":
         return broadcast_index(index, sizes.shape(node), sizes.shape(operand))
     if step.kind == "same":
@@ -74,6 +78,25 @@ def advance(step: Step, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     if step.kind == "rows":
         return index // (sizes.numel(node) // max(sizes.numel(operand), 1))
     return torch.zeros_like(index)
+
+
+def _meeting(node: fx.Node, index: torch.Tensor, operand: fx.Node, sizes: Sizes) -> torch.Tensor:
+    """The elements of ``operand`` that those of ``node`` come from by moves, along whatever branches."""
+    result = torch.full_like(index, -1)
+    work: list[tuple[fx.Node, torch.Tensor, torch.Tensor, int]] = [(node, index, torch.arange(len(index)), 0)]
+    while work:
+        here, at, lanes, depth = work.pop()
+        if here is operand:
+            result[lanes] = at
+            continue
+        sizes.seen.add(here)
+        pieces = sources(here, at, sizes) if depth < MEETING_DEPTH else None
+        if pieces is None or not all(isinstance(piece.source, fx.Node) for piece in pieces):
+            raise Unfollowed(f"{node.name} takes elements from elsewhere than {operand.name}")
+        for piece in pieces:
+            assert isinstance(piece.source, fx.Node)
+            work.append((piece.source, piece.index, lanes if piece.lanes is None else lanes[piece.lanes], depth + 1))
+    return result
 
 
 def replay(path: Path, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -253,10 +276,31 @@ class Descent:
                 result.append(Reach(operand, every, advance(step, last.index, self.sizes), (*last.path, step),
                                     last.factor * factor))
                 continue
+            if moved is not None and len(moved) > 1 and (source := self._meeting_point(moved)) is not None:
+                step = Step(last.node, source, "meet")
+                result.append(Reach(source, every, advance(step, last.index, self.sizes), (*last.path, step),
+                                    last.factor))
+                continue
             if moved is None or len(moved) != 1 or len(moved[0][1]) != len(index):
                 return result
             operand, _, inner = moved[0]
             result.append(Reach(operand, every, inner, (*last.path, Step(last.node, operand, "move")), last.factor))
+
+
+    def _meeting_point(self, moved: list[tuple[fx.Node, torch.Tensor, torch.Tensor]]) -> fx.Node | None:
+        """The tensor that all parts of a joined one are taken from."""
+        common: list[fx.Node] | None = None
+        for operand, _, index in moved:
+            way, here, at = [operand], operand, index[:1]
+            while len(way) < MEETING_DEPTH:
+                pieces = sources(here, at, self.sizes)
+                if not pieces or not isinstance(pieces[0].source, fx.Node):
+                    break
+                self.sizes.seen.add(here)
+                here, at = pieces[0].source, pieces[0].index
+                way.append(here)
+            common = way if common is None else [n for n in common if n in way]
+        return common[0] if common else None
 
 
 def number_factor(node: fx.Node, sizes: Sizes) -> tuple[fx.Node, float] | None:

@@ -52,6 +52,10 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
     found = anchor.contraction
     if found.extent % rotation.head_dim:
         return _grouping_of_sum(rotation, anchors, sizes)
+    if found.extent == rotation.head_dim and len(anchors) > 1:
+        summed = _grouping_of_sum(rotation, anchors, sizes)     # head by head, added up
+        if isinstance(summed, Grouping) and summed.heads_per_group > 1:
+            return summed
     lanes = found.indices(torch.zeros(1, dtype=torch.int64))[0][0]
     only = follower.follow(found.lhs, lanes, stop=frozenset([rotation.node]), through=path).only()
     node = anchor.node

@@ -17,6 +17,7 @@ from ..elements.layouts import probe, radix, row_major
 from ..elements.moves import sources
 from ..elements.sizes import Sizes
 from .anchors import JOINS
+from .unchanged import unchanged
 
 ROW = 2048
 PART = 32               # heads are longer: every part of a head is met
@@ -72,13 +73,13 @@ def read_structure(node: fx.Node, sizes: Sizes, follower: Follower, through: Thr
     """The layout of the untouched channels, or None when ``node`` is not a partly changed copy of one tensor.
 
     That tensor may itself be put together of parts that are computed apart (a loop over heads, or over groups): then it
-    is the nearest node at which they come together."""
+    is the nearest node at which they come together. Or all channels are computed, those too that stay as they are."""
     found = _read(node, sizes, follower, through, frozenset())
     if found is not None:
         return found
     row = torch.arange(min(sizes.numel(node), ROW))
     if len(follower.follow(node, row[::PART], through=through).origins) < 2:
-        return None
+        return _read(node, sizes, follower, unchanged(sizes, through), frozenset())
     for join in _joins(node, sizes, through):
         found = _read(node, sizes, follower, through, frozenset([join]))
         if found is not None:
