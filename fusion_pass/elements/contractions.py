@@ -134,8 +134,10 @@ def _scaled_mm(node: fx.Node, sizes: Sizes) -> Contraction | None:
 def _multiply_sum(node: fx.Node, sizes: Sizes) -> Contraction | None:
     """``(a * b).sum(dim)`` over one dimension, with both factors varying along it."""
     product = args_of(node)[0]
+    sizes.seen.add(product)
     while is_float_cast(product):
         product = args_of(product)[0]
+        sizes.seen.add(product)
     if product.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in args_of(product)):
         return None
     dims = sizes.argument(args_of(node)[1]) if len(args_of(node)) > 1 else None

@@ -18,7 +18,8 @@ from ..elements.sizes import Sizes
 from ..fx_access import args_of, target_of
 from .attention_match import OutputAxes
 from .context import Context
-from .descent import Descent, Path, Reach, Step, as_contraction, replay, varies
+from .descent import Descent, Reach, as_contraction, varies
+from .paths import Path, Step, Unfollowed, advance, replay, same_origins
 from .refusal import Refused
 from .sums import sum_of_products
 
@@ -115,6 +116,7 @@ class Explorer:
         self.descent = Descent(sizes)
         self.follower = Follower(sizes)
         self._scores: dict[fx.Node, Contraction | None] = {}
+        self.parts_joined: set[fx.Node] = set()     # where keys and values that are joined apart come from alike
 
     @property
     def extents(self) -> list[int]:
@@ -253,6 +255,8 @@ class Explorer:
             rows = self.descent.chain(product.rhs, index, scaled=True)
             pairs = [(v, r) for r in reversed(rows) for v in values if v.node is r.node
                      and bool((v.index == r.index).all())]
+            if not pairs and scores.node is product.node and rows[0].node in self.context.scratch:
+                pairs = self._same_elements(rows[0], values)
             if pairs:
                 queries = self.descent.chain(product.lhs, product.lhs_at(
                     reach.index[:1, None], torch.arange(channels)[None, :]).flatten(), scaled=True)
@@ -261,3 +265,18 @@ class Explorer:
             failed = rows[-1].node if product is scores else failed
         return Refused("fmha", f"values come from {values[-1].node.name}, keys from {failed.name}: they are not the "
                                "same rows", site.node)
+
+    def _same_elements(self, rows: Reach, values: list[Reach]) -> list[tuple[Reach, Reach]]:
+        """For keys that were joined here of parts: the source's own tensor that joins the same parts."""
+        for value in values:
+            trace = self.follower.follow(value.node, value.index)
+            if len(trace.origins) < 2 or not same_origins(trace, self.follower.follow(rows.node, rows.index)):
+                continue
+            step = Step(rows.node, value.node, "equal")
+            try:
+                if bool((advance(step, rows.index, self.sizes) == value.index).all()):
+                    self.parts_joined.update(o.node for o in trace.origins if isinstance(o.node, fx.Node))
+                    return [(value, Reach(value.node, rows.lanes, value.index, (*rows.path, step), rows.factor))]
+            except Unfollowed:
+                continue
+        return []

@@ -1,8 +1,5 @@
-"""Ways from an element back to an element that it depends on, remembered so that they can be gone again.
-
-A ``Path`` is found once, for a few sampled elements, and then maps any other element of its start to the element of
-its end: that is how the strides of an operand along tokens, heads, channels and keys are read off.
-"""
+"""Searches back from elements, for the contractions that they are made of; what is found comes with its way
+(``paths.py``), so that it can be gone again for other elements."""
 
 from __future__ import annotations
 
@@ -14,120 +11,16 @@ import torch.fx as fx
 
 from ..elements.contractions import Contraction, contraction
 from ..elements.layouts import probe, radix
-from ..elements.moves import Piece, broadcast_index, ravel, sources, unravel
+from ..elements.moves import Piece, broadcast_index, sources
 from ..elements.sizes import Sizes
 from ..fx_access import args_of, kwargs_of
+from .paths import MEETING_DEPTH, Path, Step, Unfollowed, advance, reduced
 
 aten = torch.ops.aten
 SOFTMAX = {aten._softmax.default, aten.softmax.int, aten._safe_softmax.default}
 LOG_SOFTMAX = {aten._log_softmax.default, aten.log_softmax.int}
 VISIT_LIMIT = 2000
 MAX_TERMS = 512
-MEETING_DEPTH = 32
-
-
-class Unfollowed(Exception):
-    """A remembered way does not exist for some other element."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """From ``node`` to its operand ``operand``: ``kind`` is "move", "point" (pointwise, broadcast), "same" (softmax),
-    "factor" (term ``fixed`` of a contraction; ``side`` names the operand), "term" (term ``fixed`` of a sum),
-    "rows" (the mask of a boolean assignment), "scalar" (a single element), "meet" (the tensor that all parts of a
-    joined one are taken from)."""
-
-    node: fx.Node
-    operand: fx.Node
-    kind: str
-    fixed: int = 0
-    side: str = ""
-
-
-Path = tuple[Step, ...]
-
-
-def advance(step: Step, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """The element of ``step.operand`` for every element ``index`` of ``step.node``."""
-    node, operand = step.node, step.operand
-    if step.kind == "move":
-        result = torch.full_like(index, -1)
-        sizes.seen.add(node)
-        for piece in sources(node, index, sizes) or []:
-            if piece.source is operand:
-                if piece.lanes is None:
-                    every: torch.Tensor = piece.index
-                    return every
-                result[piece.lanes] = piece.index
-        if bool((result < 0).any()):
-            raise Unfollowed(f"{node.name} takes elements from elsewhere than {operand.name}")
-        return result
-    if step.kind == "meet":
-        return _meeting(node, index, operand, sizes)
-    if step.kind == "point":
-        return broadcast_index(index, sizes.shape(node), sizes.shape(operand))
-    if step.kind == "same":
-        return index
-    if step.kind == "factor":
-        found = contraction(node, sizes)
-        assert found is not None
-        at = found.lhs_at if step.side == "lhs" else found.rhs_at
-        return at(index, torch.full_like(index, step.fixed))
-    if step.kind == "term":
-        return _reduced_index(node, index, step.fixed, sizes)
-    if step.kind == "rows":
-        return index // (sizes.numel(node) // max(sizes.numel(operand), 1))
-    return torch.zeros_like(index)
-
-
-def _meeting(node: fx.Node, index: torch.Tensor, operand: fx.Node, sizes: Sizes) -> torch.Tensor:
-    """The elements of ``operand`` that those of ``node`` come from by moves, along whatever branches."""
-    result = torch.full_like(index, -1)
-    work: list[tuple[fx.Node, torch.Tensor, torch.Tensor, int]] = [(node, index, torch.arange(len(index)), 0)]
-    while work:
-        here, at, lanes, depth = work.pop()
-        if here is operand:
-            result[lanes] = at
-            continue
-        sizes.seen.add(here)
-        pieces = sources(here, at, sizes) if depth < MEETING_DEPTH else None
-        if pieces is None or not all(isinstance(piece.source, fx.Node) for piece in pieces):
-            raise Unfollowed(f"{node.name} takes elements from elsewhere than {operand.name}")
-        for piece in pieces:
-            assert isinstance(piece.source, fx.Node)
-            work.append((piece.source, piece.index, lanes if piece.lanes is None else lanes[piece.lanes], depth + 1))
-    return result
-
-
-def replay(path: Path, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    for step in path:
-        index = advance(step, index, sizes)
-    return index
-
-
-def _reduced(node: fx.Node, sizes: Sizes) -> tuple[list[int], int, bool]:
-    """(reduced dimensions, number of terms, keepdim) of a sum."""
-    shape = sizes.shape(args_of(node)[0])
-    dims = sizes.argument(node.args[1]) if len(node.args) > 1 else None
-    dims = list(range(len(shape))) if not dims else [d % len(shape) for d in dims]
-    total = 1
-    for d in dims:
-        total *= shape[d]
-    keepdim = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
-    return dims, total, keepdim
-
-
-def _reduced_index(node: fx.Node, index: torch.Tensor, term: int, sizes: Sizes) -> torch.Tensor:
-    shape = sizes.shape(args_of(node)[0])
-    dims, _, keepdim = _reduced(node, sizes)
-    coordinates = unravel(index, sizes.shape(node))
-    if keepdim:
-        coordinates = [c for d, c in enumerate(coordinates) if d not in dims]
-    inner = unravel(torch.full_like(index, term), tuple(shape[d] for d in dims))
-    full: list[torch.Tensor] = []
-    for d in range(len(shape)):
-        full.append(inner[dims.index(d)] if d in dims else coordinates.pop(0))
-    return ravel(full, shape)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -234,7 +127,7 @@ class Descent:
 
     def _linear_operands(self, node: fx.Node, index: torch.Tensor) -> list[tuple[fx.Node, str, int]] | None:
         if node.target is aten.sum.dim_IntList and contraction(node, self.sizes) is None:
-            _, terms, _ = _reduced(node, self.sizes)
+            _, terms, _ = reduced(node, self.sizes)
             return [(args_of(node)[0], "term", k) for k in range(terms)] if terms <= MAX_TERMS else None
         if node.target is aten.addcmul.default or getattr(node.target, "__name__", "") == "fma.default":
             return self._added_product(node, index)

@@ -17,7 +17,8 @@ from ..elements.numeric import Leaf, Numeric, Unevaluated, random_leaf
 from ..fx_access import args_of
 from .attention_bindings import Binder, Binding
 from .attention_match import Gathered, Operand
-from .descent import Reach, Step, Unfollowed, advance, fit, is_tensor, replay
+from .descent import Reach, fit, is_tensor
+from .paths import Step, Unfollowed, advance, replay
 from .region import constant_only
 
 aten = torch.ops.aten

@@ -20,7 +20,8 @@ from ..elements.moves import ravel, sources, unravel
 from ..elements.sizes import Sizes
 from ..fx_access import args_of, kwargs_of
 from .context import Context
-from .descent import Path, Step, is_tensor, number_factor, replay
+from .descent import is_tensor, number_factor
+from .paths import Path, Step, replay
 
 aten = torch.ops.aten
 MAX_PARTS = 16

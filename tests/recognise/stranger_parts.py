@@ -68,6 +68,15 @@ def scaled_parts(q, kv, visible, sink):
     return torch.matmul(with_column(scores, sink), kv[:, None]).transpose(1, 2)
 
 
+def turned_apart(q, kv, visible, sink):
+    """Queries' and keys' last channels are changed before (as a rotation does); the values join the keys' parts."""
+    q_nope, q_pe = q[..., :NOPE], torch.tanh(q[..., NOPE:])
+    k_nope, k_pe = kv[..., :NOPE], torch.tanh(kv[..., NOPE:])
+    scores = torch.einsum("bthd,bnd->bthn", q_nope, k_nope) + torch.einsum("bthd,bnd->bthn", q_pe, k_pe)
+    scores = (scores * SCALE).masked_fill(~visible[:, :, None], -torch.inf).transpose(1, 2)
+    return torch.einsum("bhtn,bnd->bthd", with_column(scores, sink), torch.cat([k_nope, k_pe], -1))
+
+
 def head_by_head(q, kv, visible, sink):
     out = []
     for h in range(HEADS):
@@ -211,7 +220,7 @@ def two_branches(q, kv, visible, sink):
     return (o / total).permute(0, 2, 1, 3)
 
 
-ATTENTION = [nope_plus_rope, nope_then_rope_accumulated, latent_in_quarters, scaled_parts, head_by_head,
+ATTENTION = [nope_plus_rope, nope_then_rope_accumulated, latent_in_quarters, scaled_parts, turned_apart, head_by_head,
              head_by_head_written, group_by_group, batch_and_heads_in_a_loop, in_place, buffer_with_slot,
              without_maximum, sink_by_softplus, sink_by_tanh, kv_repeated, base_two_tiles, by_broadcast_sums,
              one_batched_product, fused_then_gate, mapped_over_heads, two_branches]
