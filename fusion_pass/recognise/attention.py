@@ -71,7 +71,13 @@ def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused
         return found
     segments, opaque = found
     if not segments:
-        return recognise_partials(explorer, opaque, context)
+        partials = recognise_partials(explorer, opaque, context)
+        scores = explorer.partial_scores
+        if isinstance(partials, Refused) and scores is not None:
+            return Refused("fmha", f"a score comes from a product over {scores.extent} of "
+                           f"{explorer.axes.channels.size} channels: parts are taken together where all of them are "
+                           "added up, with one factor, for the same queries and keys", scores.node)
+        return partials
     if opaque:
         node = opaque[0].node
         return Refused("fmha", f"the output also depends on {depends_on(node)}", node)

@@ -116,6 +116,7 @@ class Explorer:
         self.descent = Descent(sizes)
         self.follower = Follower(sizes)
         self._scores: dict[fx.Node, Contraction | None] = {}
+        self.partial_scores: Contraction | None = None      # a product that runs over some of the channels only
         self.parts_joined: set[fx.Node] = set()     # where keys and values that are joined apart come from alike
 
     @property
@@ -221,6 +222,7 @@ class Explorer:
         else:
             reached = self.descent.scores(site.values.lhs, weights, self.is_score)
         if not reached:
+            self._note_partial_scores(site, weights)
             return None
         covered = torch.zeros(len(keys), dtype=torch.int64)
         segments = []
@@ -241,6 +243,12 @@ class Explorer:
         if bool((covered > 1).any()):
             return Refused("fmha", "a key's score comes from two products", site.node)
         return segments
+
+    def _note_partial_scores(self, site: Site, weights: torch.Tensor) -> None:
+        found = Descent(self.sizes).scores(site.values.lhs, weights[:1], lambda n: as_contraction(
+            n, self.sizes, 2) is not None)
+        if found and self.partial_scores is None:
+            self.partial_scores = as_contraction(found[0].node, self.sizes, 2)
 
     def _segment(self, site: Site, at: torch.Tensor, keys: torch.Tensor, reach: Reach,
                  scores: Contraction) -> Segment | Refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch.fx as fx
 
 from ..elements.contractions import Contraction
 from ..elements.follow import Follower
-from ..elements.layouts import Axis, probe, radix
+from ..elements.layouts import Axis, probe, radix, row_major
 from ..elements.moves import CASTS, Piece, broadcast_index, is_move
 from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
@@ -51,9 +52,9 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
     anchor = anchors[0]
     found = anchor.contraction
     if found.extent % rotation.head_dim:
-        return _grouping_of_sum(rotation, anchors, sizes)
+        return _grouping_of_sum(rotation, anchors, sizes, follower, path)
     if found.extent == rotation.head_dim and len(anchors) > 1:
-        summed = _grouping_of_sum(rotation, anchors, sizes)     # head by head, added up
+        summed = _grouping_of_sum(rotation, anchors, sizes, follower, path)     # head by head, added up
         if isinstance(summed, Grouping) and summed.heads_per_group > 1:
             return summed
     lanes = found.indices(torch.zeros(1, dtype=torch.int64))[0][0]
@@ -91,7 +92,8 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
         tokens = [a for a in rotation.axes if a is not inner]
         return Grouping(_ordered(tokens), inner.size // per_group, per_group, inner.source, inner.here * per_group,
                         inner.here)
-    outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source), None)
+    outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source
+                  and not _shares_weights(a, anchor, rotation, sizes, follower, path)), None)
     others = [a for a in fixed if a is not inner and a is not outer]
     if outer is None:
         lower = next((a for a in others if 0 < a.source < inner.source), None)
@@ -104,11 +106,14 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
     return Grouping(_ordered(tokens), outer.size, per_group, inner.source, outer.here, inner.here)
 
 
-def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes) -> Grouping | Refused:
+def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, follower: Follower,
+                     path: QuantPath) -> Grouping | Refused:
     """Which elements of the rotated output does one element of the finished projection read?"""
     node, dim = anchors[0].node, rotation.head_dim
     end = _finished_sum(node)
     read: list[torch.Tensor] = []
+    shares = functools.partial(_shares_weights, anchor=anchors[0], rotation=rotation, sizes=sizes,
+                               follower=follower, path=path)
 
     def recording(index: torch.Tensor) -> torch.Tensor:
         read.append(index)
@@ -133,13 +138,35 @@ def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes) ->
     total = inner.size
     tokens = [a for a in rotation.axes if a is not inner]
     if total == per_group:
-        outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source), None)
+        outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source
+                      and not shares(a)), None)
         if outer is not None:
             tokens.remove(outer)
             return Grouping(_ordered(tokens), outer.size, per_group, inner.source, outer.here, inner.here)
     if total % per_group:
         return Refused("bgemm", f"{total} heads do not split into groups of {per_group}", node)
     return Grouping(_ordered(tokens), total // per_group, per_group, inner.source, inner.here * per_group, inner.here)
+
+
+def _shares_weights(axis: OuterAxis, anchor: Anchor, rotation: Rotation, sizes: Sizes, follower: Follower,
+                    path: QuantPath) -> bool:
+    """Are there outputs that multiply the same weights by different places of ``axis``? Groups have weights of their
+    own; what shares them is a batch."""
+    shape = sizes.shape(anchor.node)
+    first = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(shape, row_major(shape)):
+        if size == 1:
+            continue
+        lhs, rhs = anchor.contraction.indices(probe(size) * stride, first)
+        trace = follower.follow(anchor.operand, lhs.flatten(), stop=frozenset([rotation.node]), through=path)
+        for origin in trace.origins:
+            if origin.node is not rotation.node:
+                continue
+            place = origin.index // axis.here % axis.size
+            weights = rhs.flatten()[origin.lanes]
+            if bool(((weights == weights[0]) & (place != place[0])).any()):
+                return True
+    return False
 
 
 def _finished_sum(node: fx.Node) -> fx.Node:

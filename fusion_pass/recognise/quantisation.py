@@ -32,6 +32,7 @@ from ..patterns.inverse_rope import inverse_rope
 from .quant_path import FP8, QuantPath, dtype_of
 from .refusal import Refused
 from .rotation import Rotation
+from .unchanged import Known
 
 aten = torch.ops.aten
 BLOCKS = (128, 32)
@@ -96,6 +97,17 @@ def table_values(engine: Numeric) -> Callable[..., Any]:
 def random_table(seed: int, is_complex: bool) -> Callable[..., Any]:
     re, im = random_leaf(seed), random_leaf(seed + 1)
     return (lambda index: torch.complex(re(index), im(index))) if is_complex else re
+
+
+def _table_leaf(table: fx.Node, seed: int, sizes: Sizes) -> Leaf:
+    """Random elements of a table, but for those that the source filled in (cos = 1 for channels that stay)."""
+    is_complex = sizes.dtype(table).is_complex
+    random, known = random_table(seed, is_complex), Known(sizes)
+
+    def leaf(index: torch.Tensor) -> torch.Tensor:
+        values, filled = random(index), known.values(table, index)
+        return torch.where(torch.isnan(filled), values, filled if is_complex else filled.real)
+    return leaf
 
 
 def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, follower: Follower,
@@ -173,7 +185,7 @@ def _values(rotation: Rotation, sizes: Sizes, constants: Callable[..., Any] | No
     leaves = {rotation.source: _uneven(magnitude, CHUNK * rotation.channel_stride)}
     tables = sorted({rotation.cos.node, rotation.sin.node}, key=lambda n: n.name)
     for number, table in enumerate(tables):
-        leaves[table] = random_table(20 + 2 * number, sizes.dtype(table).is_complex)
+        leaves[table] = _table_leaf(table, 20 + 2 * number, sizes)
     engine = Numeric(sizes, leaves, constants)
     outer = _outer_samples(rotation) if outer is None else outer
     x = rotated(rotation, outer, leaves[rotation.source], table_values(engine))

@@ -20,8 +20,8 @@ from .anchors import JOINS
 from .unchanged import unchanged
 
 ROW = 2048
-PART = 32               # heads are longer: every part of a head is met
 JOIN_LIMIT = 64
+MAX_JOINS = 8
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,9 @@ def read_structure(node: fx.Node, sizes: Sizes, follower: Follower, through: Thr
     found = _read(node, sizes, follower, through, frozenset())
     if found is not None:
         return found
-    row = torch.arange(min(sizes.numel(node), ROW))
-    if len(follower.follow(node, row[::PART], through=through).origins) < 2:
-        return _read(node, sizes, follower, unchanged(sizes, through), frozenset())
-    for join in _joins(node, sizes, through):
-        found = _read(node, sizes, follower, through, frozenset([join]))
+    way = unchanged(sizes, through)
+    for stop in (frozenset[fx.Node](), *(frozenset([join]) for join in _joins(node, sizes, way))):
+        found = _read(node, sizes, follower, way, stop)
         if found is not None:
             return found
     return None
@@ -93,7 +91,7 @@ def _joins(node: fx.Node, sizes: Sizes, through: Through | None) -> list[fx.Node
     result: list[fx.Node] = []
     here: object = node
     for _ in range(JOIN_LIMIT):
-        if not isinstance(here, fx.Node):
+        if not isinstance(here, fx.Node) or len(result) == MAX_JOINS:
             break
         pieces = sources(here, index, sizes)
         if pieces is None and through is not None:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-HEADS, DIM, GROUPS, RANK, ROPE = 8, 512, 2, 16, 64
+HEADS, DIM, GROUPS, RANK, ROPE = 4, 512, 2, 8, 64
 NOPE = DIM - ROPE
 SCALE = DIM ** -0.5
 LOG2E = math.log2(math.e)
@@ -75,6 +75,14 @@ def turned_apart(q, kv, visible, sink):
     scores = torch.einsum("bthd,bnd->bthn", q_nope, k_nope) + torch.einsum("bthd,bnd->bthn", q_pe, k_pe)
     scores = (scores * SCALE).masked_fill(~visible[:, :, None], -torch.inf).transpose(1, 2)
     return torch.einsum("bhtn,bnd->bthd", with_column(scores, sink), torch.cat([k_nope, k_pe], -1))
+
+
+def queries_crossed(q, kv, visible, sink):
+    """The queries' parts stand the other way round: attention all the same, with the queries joined accordingly."""
+    scores = torch.einsum("bthd,bnd->bhtn", q[..., :ROPE], kv[..., NOPE:]) + torch.einsum(
+        "bthd,bnd->bhtn", q[..., ROPE:], kv[..., :NOPE])
+    scores = (scores * SCALE).masked_fill(~visible[:, None], -torch.inf)
+    return torch.einsum("bhtn,bnd->bthd", with_column(scores, sink), kv)
 
 
 def head_by_head(q, kv, visible, sink):
@@ -220,7 +228,7 @@ def two_branches(q, kv, visible, sink):
     return (o / total).permute(0, 2, 1, 3)
 
 
-ATTENTION = [nope_plus_rope, nope_then_rope_accumulated, latent_in_quarters, scaled_parts, turned_apart, head_by_head,
+ATTENTION = [nope_plus_rope, nope_then_rope_accumulated, latent_in_quarters, scaled_parts, turned_apart, queries_crossed, head_by_head,
              head_by_head_written, group_by_group, batch_and_heads_in_a_loop, in_place, buffer_with_slot,
              without_maximum, sink_by_softplus, sink_by_tanh, kv_repeated, base_two_tiles, by_broadcast_sums,
              one_batched_product, fused_then_gate, mapped_over_heads, two_branches]
