@@ -260,7 +260,9 @@ def _flip(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
     return [Piece(args_of(node)[0], ravel(coordinates, shape))]
 
 
-def _roll(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
+def _roll(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
+    if not sizes.loads_move:
+        return None
     shape = sizes.shape(node)
     shifts = sizes.argument(args_of(node)[1])
     dims = sizes.argument(args_of(node)[2]) if len(args_of(node)) > 2 else []

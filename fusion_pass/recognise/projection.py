@@ -20,7 +20,8 @@ from ..fx_access import args_of
 from .anchors import Anchor
 from .quant_path import FP8, QuantPath, dtype_of, is_eight_bit_cast
 from .refusal import Refused
-from .rotation import OuterAxis, Rotation
+from .rotation import Rotation
+from .structure import OuterAxis
 
 aten = torch.ops.aten
 E8M0 = torch.float8_e8m0fnu

@@ -78,6 +78,13 @@ def recognise_rotation(found: Structure, sizes: Sizes, follower: Follower,
         finer = _split_at_periods(found, sizes, follower, through)
         if finer is not None:
             return _recognise(finer, sizes, follower, through)
+        # Rows of a table that the source picks by constants, in some order: then the picked rows are the table.
+        sizes.loads_move = False
+        try:
+            again = _recognise(found, sizes, follower, through)
+        finally:
+            sizes.loads_move = True
+        return again if isinstance(again, Rotation) else rotation
     return rotation
 
 

@@ -12,12 +12,12 @@ import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
-from ..elements.follow import Follower, Through
+from ..elements.follow import Follower, Through, Trace
 from ..elements.layouts import probe, radix, row_major
 from ..elements.moves import sources
 from ..elements.sizes import Sizes
 from .anchors import JOINS
-from .unchanged import unchanged
+from .unchanged import may_leave_unchanged, unchanged
 
 ROW = 2048
 JOIN_LIMIT = 64
@@ -74,9 +74,13 @@ def read_structure(node: fx.Node, sizes: Sizes, follower: Follower, through: Thr
 
     That tensor may itself be put together of parts that are computed apart (a loop over heads, or over groups): then it
     is the nearest node at which they come together. Or all channels are computed, those too that stay as they are."""
-    found = _read(node, sizes, follower, through, frozenset())
+    trace = follower.follow(node, torch.arange(min(sizes.numel(node), ROW)), through=through)
+    found = _read(node, sizes, follower, through, frozenset(), trace)
     if found is not None:
         return found
+    ends = [origin.node for origin in trace.origins]
+    if len(ends) < 2 and not any(isinstance(end, fx.Node) and may_leave_unchanged(end) for end in ends):
+        return None
     way = unchanged(sizes, through)
     for stop in (frozenset[fx.Node](), *(frozenset([join]) for join in _joins(node, sizes, way))):
         found = _read(node, sizes, follower, way, stop)
@@ -105,10 +109,10 @@ def _joins(node: fx.Node, sizes: Sizes, through: Through | None) -> list[fx.Node
 
 
 def _read(node: fx.Node, sizes: Sizes, follower: Follower, through: Through | None,
-          stop: frozenset[fx.Node]) -> Structure | None:
+          stop: frozenset[fx.Node], trace: Trace | None = None) -> Structure | None:
     numel, shape = sizes.numel(node), sizes.shape(node)
     row = torch.arange(min(numel, ROW))
-    trace = follower.follow(node, row, stop, through)
+    trace = trace or follower.follow(node, row, stop, through)
     if not trace.origins or not isinstance(trace.origins[0].node, fx.Node) or int(trace.origins[0].lanes[0]) != 0:
         return None
     source = trace.origins[0].node

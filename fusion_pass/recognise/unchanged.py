@@ -97,6 +97,14 @@ _KNOWN: dict[Any, Callable[..., torch.Tensor]] = {
 }
 
 
+_ARITHMETIC = {aten.where.self, aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default} | TO_REAL
+
+
+def may_leave_unchanged(node: fx.Node) -> bool:
+    """Whether ``node`` is an operator that a rotation over all channels ends with."""
+    return node.target in _ARITHMETIC or is_fma(node)
+
+
 def unchanged(sizes: Sizes, through: Through | None) -> Through:
     """``through``, and through arithmetic that leaves an element as it is."""
     known = Known(sizes)
@@ -133,7 +141,8 @@ def _operands(node: fx.Node, index: torch.Tensor,
               known: Known) -> list[tuple[object, torch.Tensor | None, torch.Tensor]] | None:
     target, given = node.target, args_of(node)
     if target is aten.where.self:
-        condition = constant_values(given[0], _at(node, given[0], index, known), known.sizes)
+        at = broadcast_index(index, known.sizes.shape(node), known.sizes.shape(given[0]))
+        condition = constant_values(given[0], at, known.sizes)
         if condition is None:
             return None
         return [(given[1], _at(node, given[1], index, known), condition),

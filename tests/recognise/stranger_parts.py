@@ -228,10 +228,11 @@ def two_branches(q, kv, visible, sink):
     return (o / total).permute(0, 2, 1, 3)
 
 
-ATTENTION = [nope_plus_rope, nope_then_rope_accumulated, latent_in_quarters, scaled_parts, turned_apart, queries_crossed, head_by_head,
-             head_by_head_written, group_by_group, batch_and_heads_in_a_loop, in_place, buffer_with_slot,
-             without_maximum, sink_by_softplus, sink_by_tanh, kv_repeated, base_two_tiles, by_broadcast_sums,
-             one_batched_product, fused_then_gate, mapped_over_heads, two_branches]
+ATTENTION = [nope_plus_rope, nope_then_rope_accumulated, latent_in_quarters, scaled_parts, turned_apart,
+             queries_crossed, head_by_head, head_by_head_written, group_by_group, batch_and_heads_in_a_loop,
+             in_place, buffer_with_slot, without_maximum, sink_by_softplus, sink_by_tanh, kv_repeated,
+             base_two_tiles, by_broadcast_sums, one_batched_product, fused_then_gate, mapped_over_heads,
+             two_branches]
 
 
 # -------------------------------------------------------------------------------------------------------- rotation
@@ -360,6 +361,16 @@ def big_matrix(o, cos, sin):
     return put_back(o, torch.einsum("bthi,tij->bthj", o[..., NOPE:], matrix))
 
 
+def rows_in_another_order(o, cos, sin):
+    """Table rows that the source picks by constants, in an order of its own."""
+    order = torch.tensor([3, 1, 4, 0, 2])
+    return in_place_multiply_add(o, cos[order][order], sin[order][order])
+
+
+def rows_rolled(o, cos, sin):
+    return product_of_complex(o, cos.roll(1, 0), sin.roll(1, 0))
+
+
 def diagonal_matrices(o, cos, sin):
     """The same, as a sum of three diagonals."""
     off = torch.diag_embed(torch.stack([sin, torch.zeros_like(sin)], -1).flatten(1)[:, :-1], offset=-1)
@@ -392,7 +403,8 @@ def scaled_difference(o, cos, sin):
 ROTATION = [conjugate_twice, product_of_complex, complex_over_whole_head, polar_over_whole_head,
             tables_over_all_channels, tables_joined_over_all_channels, chosen_by_channel, partner_by_index,
             partner_by_index_select, partner_taken_along, put_by_index, index_copied, seen_as_complex_numbers,
-            transposed_matrix, big_matrix, diagonal_matrices, swapped_by_matrix, in_place_multiply_add,
+            transposed_matrix, big_matrix, rows_in_another_order, rows_rolled,
+            diagonal_matrices, swapped_by_matrix, in_place_multiply_add,
             scaled_difference]
 
 
