@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,9 +52,9 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
     anchor = anchors[0]
     found = anchor.contraction
     if found.extent % rotation.head_dim:
-        return _grouping_of_sum(rotation, anchors, sizes, follower, path)
+        return _grouping_of_sum(rotation, anchors, sizes)
     if found.extent == rotation.head_dim and len(anchors) > 1:
-        summed = _grouping_of_sum(rotation, anchors, sizes, follower, path)     # head by head, added up
+        summed = _grouping_of_sum(rotation, anchors, sizes)     # head by head, added up
         if isinstance(summed, Grouping) and summed.heads_per_group > 1:
             return summed
     lanes = found.indices(torch.zeros(1, dtype=torch.int64))[0][0]
@@ -93,8 +92,10 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
         tokens = [a for a in rotation.axes if a is not inner]
         return Grouping(_ordered(tokens), inner.size // per_group, per_group, inner.source, inner.here * per_group,
                         inner.here)
-    outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source
-                  and not _shares_weights(a, anchor, rotation, sizes, follower, path)), None)
+    outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source), None)
+    if outer is not None and any(a.source * a.size == inner.source for a in fixed if a is not outer) and (
+            _shares_weights(outer, anchor, rotation, sizes, follower, path)):
+        outer = None            # a batch, that lies where groups would: there are heads between those of this group
     others = [a for a in fixed if a is not inner and a is not outer]
     if outer is None:
         lower = next((a for a in others if 0 < a.source < inner.source), None)
@@ -107,14 +108,11 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
     return Grouping(_ordered(tokens), outer.size, per_group, inner.source, outer.here, inner.here)
 
 
-def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, follower: Follower,
-                     path: QuantPath) -> Grouping | Refused:
+def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes) -> Grouping | Refused:
     """Which elements of the rotated output does one element of the finished projection read?"""
     node, dim = anchors[0].node, rotation.head_dim
     end = _finished_sum(node)
     read: list[torch.Tensor] = []
-    shares = functools.partial(_shares_weights, anchor=anchors[0], rotation=rotation, sizes=sizes,
-                               follower=follower, path=path)
 
     def recording(index: torch.Tensor) -> torch.Tensor:
         read.append(index)
@@ -139,8 +137,7 @@ def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, fo
     total = inner.size
     tokens = [a for a in rotation.axes if a is not inner]
     if total == per_group:
-        outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source
-                      and not shares(a)), None)
+        outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source), None)
         if outer is not None:
             tokens.remove(outer)
             return Grouping(_ordered(tokens), outer.size, per_group, inner.source, outer.here, inner.here)
