@@ -60,7 +60,8 @@ def test_mutants_keep_their_value(attention, rotation, quantisation, projection,
         original = values(gm, given)
         rewritten = copied(gm)
         assert fusion_pass.rewrite(rewritten, Config(strict=True)).fused
-        tolerance = 3 * distance(values(rewritten, given), original) + 1e-5
+        # A value on a rounding border of E4M3 may fall to either side: one of them is 2e-4 of all.
+        tolerance = 3 * distance(values(rewritten, given), original) + (1e-5 if quantisation is None else 1e-3)
         survivors, counted = [], 0
         seed = zlib.crc32("-".join(map(names, (attention, rotation, quantisation, projection))).encode())
         for description, mutant in mutants(gm, MUTANTS, seed):
