@@ -196,12 +196,13 @@ def node_leaf(node: fx.Node, spread: float = 1.0) -> Callable[[torch.Tensor], to
     return random_leaf(_seed(node) + 1, spread)
 
 
-def mask_leaf(node: fx.Node, attempt: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Random mask elements: half of a bool mask set; of a floating one, a third -inf-like, the others random."""
+def mask_leaf(node: fx.Node, attempt: int = 0, coefficient: float = 1.0) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Random mask elements: half of a bool mask set; of a floating one, a third -inf-like, the others random, once they
+    are multiplied by ``coefficient`` (a key that is raised by 1e30 would hide all others, and the sink)."""
     leaf = random_leaf(_seed(node) + 2 + attempt)
     if node.meta["val"].dtype == torch.bool:
         return lambda index: leaf(index) > 0
-    return lambda index: torch.where(leaf(index) > 0.4, -1e30, leaf(index))
+    return lambda index: torch.where(leaf(index) > 0.4, -1e30, leaf(index)) / coefficient
 
 
 def depends_on(node: fx.Node) -> str:

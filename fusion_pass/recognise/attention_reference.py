@@ -41,7 +41,8 @@ class Prover:
             leaves[binding.query.node] = node_leaf(binding.query.node)
             leaves[binding.piece.rows.node] = node_leaf(binding.piece.rows.node)
             for mask in binding.piece.masks:
-                leaves[mask.operand.node] = mask_leaf(mask.operand.node, attempt)
+                coefficient = mask.coefficient if mask.kind == "add" else 1.0
+                leaves[mask.operand.node] = mask_leaf(mask.operand.node, attempt, coefficient)
             if binding.scale_node is not None:
                 leaves[binding.scale_node] = lambda index: torch.full((len(index),), SCALE_VALUE, dtype=torch.float64)
         if self.sink is not None:

@@ -144,6 +144,21 @@ def denominator(total):
     return attention
 
 
+def subtracted_mask(weights):
+    """Masks that are subtracted, with a large factor, from the scores."""
+    def attention(q, kv, visible, sink):
+        scores = product(q, kv) * SCALE - 1e30 * (~visible)[:, None]
+        return torch.einsum("bhtn,bnd->bthd", weights(scores, sink), kv)
+    attention.__name__ = weights.__name__
+    return attention
+
+
+@subtracted_mask
+def subtracted_mask_and_the_sink_twice(scores, sink):
+    column = lead(sink).expand(scores.shape[0], -1, scores.shape[2], 2)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-2]
+
+
 @denominator
 def sink_added_twice(e, sink, top):
     return e.sum(-1, keepdim=True) + 2 * torch.exp(sink - top)
@@ -206,7 +221,8 @@ def running_sum_not_rescaled(q, kv, visible, sink):
 ATTENTION = [rope_counted_twice, one_channel_counted_twice, one_channel_left_out, parts_scaled_apart,
              rope_subtracted, half_the_channels, rope_of_the_next_key, scores_clamped,
              scores_capped, keys_turned_values_not, values_joined_the_other_way, sink_of_the_next_head,
-             one_sink_for_all_heads_but_one, last_head_sees_everything, last_head_sees_the_opposite, sink_added_twice,
+             one_sink_for_all_heads_but_one, last_head_sees_everything, last_head_sees_the_opposite,
+             subtracted_mask_and_the_sink_twice, sink_added_twice,
              sink_not_exponentiated, sink_without_its_maximum, weights_summed_over_heads, sink_of_one_token_only,
              softmax_off_by_one, gate_of_the_wrong_sign, masked_with_zero, masked_after_the_softmax,
              running_sum_not_rescaled]

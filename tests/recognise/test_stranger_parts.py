@@ -124,3 +124,20 @@ def test_near_miss(role, place, part):
         error = distance(traced(*given), wanted)
     assert not any(role in chain.roles for chain in report.fused), report
     assert error < 1e-6
+
+
+def test_a_sink_beside_a_subtracted_mask_is_proved():
+    """Half the sink is a sink of its own: the value is that of the source, though the mask could hide it."""
+    def half(q, kv, visible, sink):
+        scores = torch.einsum("bthd,bnd->bhtn", q, kv) * parts.SCALE - 1e30 * (~visible)[:, None]
+        return torch.einsum("bhtn,bnd->bthd", parts.with_column(scores, sink * 0.5), kv)
+
+    report, error = compiled(program(half, *PLAIN[1:], torch.float32), torch.float32)
+    check(report, error, None, torch.float32)
+
+
+def test_scores_computed_a_second_time_are_left_alone():
+    """Not recognised: a fused attention whose log-sum-exp is computed once more from scores of its own."""
+    report, error = compiled(program(parts.fused_then_gate, *PLAIN[1:], torch.float32), torch.float32)
+    assert [chain.roles for chain in report.fused] == [("inverse_rope", "bgemm")] and error < 1e-6
+    assert report.near_misses[0].role == "fmha", report
