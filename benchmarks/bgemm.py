@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,9 +39,6 @@ def read_bytes(x: Tensor, block: int, warps: int) -> None:
 def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harness.Call]]:
     """Calls of every variant on rotating weights; all results are checked against float32 first."""
     import fusion_pass.kernels.ops  # noqa: F401  (registers the ops)
-    from fusion_pass.kernels.gluon import bgemm as hopper
-    from fusion_pass.kernels.gluon.gate import hopper_reason
-    from fusion_pass.kernels.tuning import bgemm as tuning
 
     groups, rank, width = shape.groups, shape.rank, shape.group_width
     count = rotation(groups * rank * width, target=420e6)
@@ -57,12 +53,6 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
     module = peers.deep_gemm() if use_peers else None
     if module is not None:
         calls["DeepGEMM"] = [peers.deep_gemm_bgemm(module, codes, scales, w.weight, w.scales, out) for w in weights]
-    form = tuning.hopper_form(tokens, groups * rank, torch.cuda.get_device_properties(0).multi_processor_count)
-    if form.ordered and hopper_reason(codes.device) is None:
-        plain = replace(form, ordered=False)
-        calls["fusion_pass, unordered products"] = [
-            partial(hopper.launch, codes, scales, w.weight, w.scales, out, form=plain) for w in weights
-        ]
     for block, warps in READ_SHAPES if tokens <= STREAMING else ():
         calls[f"{READ} {block}, {warps}"] = [partial(read_bytes, w.weight, block, warps) for w in weights]
     x = torch.randn(groups, tokens, width, device="cuda", dtype=torch.bfloat16)

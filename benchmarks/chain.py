@@ -1,6 +1,7 @@
 """The whole chain, attention -> inverse RoPE -> FP8 quantisation -> grouped GEMM, in one CUDA graph per variant.
 
-Ours: the two ops as the pass emits them. Peers: FlashMLA (sparse decode over FP8 pages, and sparse forward over bf16
+Ours: the two ops as the pass emits them, and for many tokens also with DeepGEMM as the product's backend, which is used
+only where it is installed and asked for. Peers: FlashMLA (sparse decode over FP8 pages, and sparse forward over bf16
 rows), a one-row-per-warp rotation + quantisation kernel (stand-in, see peers.py), DeepGEMM's fp8_einsum. Every variant
 is checked against float64 before it is timed.
 """
@@ -8,8 +9,10 @@ is checked against float64 before it is timed.
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -42,6 +45,14 @@ def ours(x: AttentionInputs, w: Projection, groups: int) -> Tensor:
         extra_indices=x.extra_indices,
     )
     return torch.ops.fusion_pass.fp8_bgemm(codes, scales, w.weight, w.scales)
+
+
+def ours_with_deep_gemm(x: AttentionInputs, w: Projection, groups: int) -> Tensor:
+    """The same ops with DeepGEMM as the product's backend, as a user asks for it."""
+    from fusion_pass.kernels.gluon import deepgemm
+
+    with mock.patch.dict(os.environ, {deepgemm.SWITCH: "deepgemm"}):
+        return ours(x, w, groups)
 
 
 def ours_fp8(x: AttentionInputs, pages: Tensor, extra_pages: Tensor, w: Projection, groups: int) -> Tensor:
@@ -101,6 +112,7 @@ def reference(x: AttentionInputs, w: Projection, groups: int, tokens: list[int])
 def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harness.Call]]:
     """Calls of every variant over rotating pools, queries and weights."""
     import fusion_pass.kernels.ops  # noqa: F401  (registers the ops)
+    from fusion_pass.kernels.tuning import bgemm as tuning
 
     count = 6 if tokens <= 256 else 3
     pools = [inputs.pools(2) for _ in range(3)]
@@ -113,6 +125,10 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
     if pages:
         calls["fusion_pass, FP8 KV"] = [partial(ours_fp8, x, *pages[k], w, groups) for x, w, k in cases]
     mla, gemm = (peers.flash_mla(), peers.deep_gemm()) if use_peers else (None, None)
+    if gemm is not None and tokens >= tuning.DEEPGEMM_TOKENS:
+        calls["fusion_pass, bf16 KV, DeepGEMM product"] = [
+            partial(ours_with_deep_gemm, x, w, groups) for x, w, _ in cases
+        ]
     if mla is not None and gemm is not None:
         joined = [torch.cat(p) for p in pools]
         calls["peers, bf16 KV"] = [

@@ -37,6 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", default="tiny", choices=("tiny", "flash"))
     parser.add_argument("--form", default="bf16", choices=("bf16", "fp8"), help="of the grouped projection")
     parser.add_argument("--dtype", help="default: float32 on CPUs, bfloat16 on GPUs")
+    parser.add_argument("--layers", nargs="+", default=list(KINDS), choices=KINDS, help="kinds of layer (default: all)")
     parser.add_argument("--heads", type=int, help="attention heads of the whole model")
     parser.add_argument("--o-groups", type=int, help="output groups of the whole model")
     parser.add_argument("--split-groups", action="store_true", help="split a group if need be: right, but not fused")
@@ -66,7 +67,7 @@ def build(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     sizes = {"num_attention_heads": args.heads, "o_groups": args.o_groups}
     dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     model = random_deepseek_v4(
-        args.size, layer_types=KINDS, dtype=dtype, device=device,
+        args.size, layer_types=args.layers, dtype=dtype, device=device,
         experts="grouped_mm" if device.type == "cuda" else "batched_mm", **{k: v for k, v in sizes.items() if v})
     if args.form == "fp8":
         replace_grouped_linear(model)
@@ -202,12 +203,14 @@ def main() -> int:
     dist.all_gather_object(everybody, rows)
     wrong = 0
     if rank == 0:
+        figures["environment"] = {"torch": torch.__version__, "ranks": world_size, "device": (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")}
         figures["timings"] = [row for rows in everybody for row in rows if row["ranks"] == 1 or row["rank"] == 0]
         for number, found in enumerate(figures["ranks"]):
             whole_chains = sum(tuple(roles) == CHAIN[args.form] for roles in found["fused"])
-            print(f"rank {number}: {whole_chains} of {len(KINDS)} layers fused", *found["gated"], *found["near_misses"],
-                  sep="\n  ")
-            wrong += whole_chains < len(KINDS)
+            print(f"rank {number}: {whole_chains} of {len(args.layers)} layers fused", *found["gated"],
+                  *found["near_misses"], sep="\n  ")
+            wrong += whole_chains < len(args.layers)
         if args.tokens:
             print(f"logits: split against one rank {figures['split_to_one_rank']:.2e}, "
                   f"against float64 {figures['split_to_float64']:.2e} (one rank: {figures['one_rank_to_float64']:.2e})")

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from .elements.moves import is_float_cast, is_move
+from .parts import PARTS, part_of
 
 _OWN_KERNEL = frozenset({
     "bmm", "mm", "addmm", "baddbmm", "matmul", "einsum", "_scaled_mm", "_grouped_mm", "convolution", "topk", "sort",
@@ -52,13 +53,17 @@ class ChainDetail:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphDetail:
-    """One graph: its cost before the pass, the part of it that lies in fused chains, and the chains."""
+    """One graph: its cost before the pass, the part of it that lies in fused chains, and the chains.
+
+    outside: cost of what no chain contains, by part of the model (:data:`fusion_pass.parts.PARTS`).
+    """
 
     nodes_before: int
     nodes_after: int
     total: Cost
     in_chains: Cost
     chains: list[ChainDetail]
+    outside: dict[str, Cost] = dataclasses.field(default_factory=dict)
 
     @property
     def share_of_flops_outside(self) -> float:
@@ -70,13 +75,26 @@ class GraphDetail:
         """Share of the graph's memory traffic that no chain contains (0 to 1)."""
         return 1 - min(self.in_chains.bytes / self.total.bytes, 1.0) if self.total.bytes else 1.0
 
+    def shares_outside(self) -> dict[str, tuple[float, float]]:
+        """By part, its share of the graph's floating-point operations and of its memory traffic; together they make
+        :attr:`share_of_flops_outside` and :attr:`share_of_bytes_outside`.
+
+        Traffic between two parts is written by one and read by the other, while a fused kernel may span both: what lies
+        outside is divided in proportion to the traffic that each part would have alone.
+        """
+        flops, traffic = (sum(getattr(c, name) for c in self.outside.values()) for name in ("flops", "bytes"))
+        return {part: (self.share_of_flops_outside * found.flops / flops if flops else 0.0,
+                       self.share_of_bytes_outside * found.bytes / traffic if traffic else 0.0)
+                for part, found in self.outside.items()}
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GraphDetail:
         """The inverse of ``dataclasses.asdict``."""
         chains = [ChainDetail(**{**chain, "cost_before": Cost(**chain["cost_before"]),
                                  "cost_after": Cost(**chain["cost_after"])}) for chain in values["chains"]]
         return cls(**{**values, "total": Cost(**values["total"]), "in_chains": Cost(**values["in_chains"]),
-                      "chains": chains})
+                      "chains": chains,
+                      "outside": {part: Cost(**found) for part, found in values.get("outside", {}).items()}})
 
 
 def describe(before: fx.Graph, after: fx.Graph) -> GraphDetail:
@@ -102,8 +120,13 @@ def describe(before: fx.Graph, after: fx.Graph) -> GraphDetail:
             index=index,
             before=_lines(before, removed | projections), after=_lines(after, set(nodes) | after_projections),
             cost_before=cost(removed | projections), cost_after=cost(set(nodes) | after_projections)))
+    outside: dict[str, list[fx.Node]] = {part: [] for part in PARTS}
+    for node in before.nodes:
+        if node not in inside and node.op == "call_function":
+            outside[part_of(node)].append(node)
     return GraphDetail(nodes_before=len(before.nodes), nodes_after=len(after.nodes), total=cost(before.nodes),
-                       in_chains=cost(inside), chains=chains)
+                       in_chains=cost(inside), chains=chains,
+                       outside={part: cost(nodes) for part, nodes in outside.items()})
 
 
 def _removed(readers: Iterable[fx.Node], kept: set[str]) -> set[fx.Node]:

@@ -6,6 +6,7 @@ import html
 import linecache
 from pathlib import Path
 
+from . import explain_shares
 from .advice import advice
 from .details import ChainDetail, Cost, GraphDetail
 from .report import FusedChain, GatedChain, NearMiss, Report
@@ -60,7 +61,11 @@ svg text.note { font-size: 11px; fill: var(--soft); } svg text.op { fill: var(--
 svg rect { fill: var(--card); stroke: var(--soft); } svg rect.op { fill: var(--good-back); stroke: var(--good); }
 svg path { stroke: var(--soft); fill: none; stroke-width: 1.5; } svg path.head { fill: var(--soft); stroke: none; }
 @media (max-width: 720px) { .pair { grid-template-columns: minmax(0, 1fr); gap: 0; } svg.row { display: none; }
-  svg.column { display: block; } dl { grid-template-columns: minmax(0, 1fr); gap: 0; } dd { margin-bottom: 8px; } }
+  svg.column { display: block; } dl { grid-template-columns: minmax(0, 1fr); gap: 0; } dd { margin-bottom: 8px; }
+  .stacked thead { display: none; }
+  .stacked tr { display: block; padding: 4px 0; border-bottom: 1px solid var(--line); }
+  .stacked td { display: flex; justify-content: space-between; border: 0; padding: 0; }
+  .stacked td::before { content: attr(data-name); color: var(--soft); } }
 """
 
 
@@ -82,11 +87,13 @@ def page(report: Report, title: str = "fusion_pass report") -> str:
         parts.append('<div class="card"><p>Nothing in this model is a chain of the kind that this pass fuses: the '
                      "graph is compiled as it is.</p></div>")
     if report.details:
+        parts += ["<h2>Where the work lies</h2>", explain_shares.html(report.details)]
         parts += ["<h2>Graphs</h2>", _graphs(report.details)]
     if report.notes:
         parts += ["<h2>Notes</h2>", *(f"<p>{_text(note)}</p>" for note in report.notes)]
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            f'content="width=device-width, initial-scale=1"><title>{_text(title)}</title><style>{_STYLE}</style></head>'
+            f'content="width=device-width, initial-scale=1"><title>{_text(title)}</title>'
+            f"<style>{_STYLE}{explain_shares.STYLE}</style></head>"
             f'<body><main><h1>{_breakable(title)}</h1><p class="soft small">fusion_pass {_text(__version__)}: '
             f"{_text(report.summary())}</p>{''.join(parts)}</main></body></html>\n")
 
@@ -96,7 +103,7 @@ def _text(value: object) -> str:
 
 
 def _breakable(title: str) -> str:
-    """A title that may be broken behind slashes and colons."""
+    """A title or path that may be broken behind slashes and colons."""
     return _text(title).replace("/", "/<wbr>").replace(":", ":<wbr>")
 
 
@@ -142,7 +149,7 @@ def _where(where: str) -> str:
         return '<p class="soft small">source line unknown</p>'
     path, _, number = where.rpartition(":")
     code = linecache.getline(path, int(number)).strip() if number.isdigit() and Path(path).is_file() else ""
-    return f"<p><code>{_text(where)}</code></p>" + (f"<pre>{_text(code)}</pre>" if code else "")
+    return f"<p><code>{_breakable(where)}</code></p>" + (f"<pre>{_text(code)}</pre>" if code else "")
 
 
 def _facts(rows: list[tuple[str, str]]) -> str:
@@ -209,13 +216,14 @@ def _graphs(details: list[GraphDetail]) -> str:
         cells = (number, graph.nodes_before, graph.nodes_after, len(graph.chains), _flops(graph.total.flops),
                  f"{graph.share_of_flops_outside:.0%}", _bytes(graph.total.bytes),
                  f"{graph.share_of_bytes_outside:.0%}")
-        rows.append("<tr>" + "".join(f"<td>{_text(c)}</td>" for c in cells) + "</tr>")
-    return ('<div class="card wide"><table><thead><tr>' + "".join(f"<th>{h}</th>" for h in head)
+        named = zip(("graph", "nodes before", "after", "chains", "FLOPs", "FLOPs outside of chains", "traffic",
+                     "traffic outside of chains"), cells)
+        rows.append("<tr>" + "".join(f'<td data-name="{name}">{_text(c)}</td>' for name, c in named) + "</tr>")
+    return ('<div class="card wide"><table class="stacked"><thead><tr>' + "".join(f"<th>{h}</th>" for h in head)
             + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
             '<p class="soft small">Estimates from shapes alone. Launches: the smaller number merges all neighbouring '
             "pointwise operators and reductions, the larger counts every operator. Traffic: with that merging, every "
-            "kernel reads its inputs and writes its results once. FLOPs: contractions only. Outside of chains lie the "
-            "projections, the indexer, the compressor and the experts.</p>")
+            "kernel reads its inputs and writes its results once. FLOPs: contractions only.</p>")
 
 
 # ----------------------------------------------------------------------------------------------------------- pictures

@@ -5,10 +5,11 @@ from __future__ import annotations
 from .advice import advice
 from .details import ChainDetail, Cost, GraphDetail
 from .explain_html import _bytes, _flops, _range
+from .explain_shares import words
 from .report import Report
 
 _ESTIMATED = ("estimates from shapes alone: launches with and without merging of pointwise operators; traffic with it; "
-              "outside of the chains lie the projections, the indexer, the compressor and the experts")
+              "other: projections, norms, residual streams, and what is unknown")
 
 
 def text(report: Report, *, graphs: bool = False) -> str:
@@ -30,9 +31,13 @@ def text(report: Report, *, graphs: bool = False) -> str:
 
 
 def _graph(number: int, graph: GraphDetail) -> list[str]:
-    return [f"  graph {number}    {graph.nodes_before} nodes before, {graph.nodes_after} after; outside of the chains "
-            f"{graph.share_of_flops_outside:.0%} of {_flops(graph.total.flops)} and "
-            f"{graph.share_of_bytes_outside:.0%} of {_bytes(graph.total.bytes)} of traffic"]
+    lines = [f"  graph {number}    {graph.nodes_before} nodes before, {graph.nodes_after} after; outside of the chains "
+             f"{graph.share_of_flops_outside:.0%} of {_flops(graph.total.flops)} and "
+             f"{graph.share_of_bytes_outside:.0%} of {_bytes(graph.total.bytes)} of traffic"]
+    for column, what in enumerate(("FLOPs", "traffic")):
+        if parts := words(graph, column):
+            lines.append(f"             {what} outside: {parts}")
+    return lines
 
 
 def _chain(detail: ChainDetail, graphs: bool) -> list[str]:

@@ -39,8 +39,10 @@ def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.N
         return None
     s = builder.view(s, [a.size for a in weight.scales.axes])
     op = torch.ops.fusion_pass.fp8_bgemm.default
-    out = builder.call(op, codes, scales, w, s, quantisation.block, weight.block, last.meta["val"].dtype,
-                       **modes(op, config))
+    # bfloat16 is the op's default and stays unwritten: torch 2.11 packages a written dtype wrongly (AOTInductor).
+    dtype = last.meta["val"].dtype
+    rounding = () if dtype == torch.bfloat16 else (dtype,)
+    out = builder.call(op, codes, scales, w, s, quantisation.block, weight.block, *rounding, **modes(op, config))
     tokens_first = anchor.contraction.lhs is anchor.node.args[0]
     out = builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
     before = anchor.node

@@ -39,7 +39,8 @@ class Chain:
     block, weight_block, pack_scales, weight_scales: as in the ops. max_tokens: most tokens of a call.
     Dense keys: masks (of ``MASKS``), causal and window (with mask "none"), max_keys: most keys of a call.
     Gathered and paged keys: capacities, the columns of both index lists per kind of layer (0 = no second list);
-    lengths: whether calls pass lengths; index_dtype; page_size.
+    lengths: whether calls pass lengths; index_dtype; page_size; extra_page_sizes: those of the second list's caches
+    (empty: page_size).
     Partials: partials, the numbers of them that occur; partial_dtype.
     """
 
@@ -66,6 +67,7 @@ class Chain:
     lengths: tuple[bool, ...] = (False, True)
     index_dtype: torch.dtype = torch.int32
     page_size: int = 64
+    extra_page_sizes: tuple[int, ...] = ()
     partials: tuple[int, ...] = (2,)
     partial_dtype: torch.dtype = torch.float32
 
@@ -153,11 +155,17 @@ def _listed(make: _Operands, tokens: int, capacity: tuple[int, int], paged: bool
     for with_lengths in chain.lengths:
         length = torch.zeros(tokens, dtype=torch.int32, device=make.device) if with_lengths else None
         more: dict[str, Any] = {"lengths": length}
-        if capacity[1]:
-            more |= {names[0]: pool, "extra_indices": make.lists(tokens, capacity[1]), "extra_lengths": length}
-            if paged:
-                more["extra_page_size"] = chain.page_size
-        yield f"{names[1]}{chain.suffix}", (*args, *chain.quantisation), more
+        name = f"{names[1]}{chain.suffix}"
+        if not capacity[1]:
+            yield name, (*args, *chain.quantisation), more
+            continue
+        more |= {names[0]: pool, "extra_indices": make.lists(tokens, capacity[1]), "extra_lengths": length}
+        if not paged:
+            yield name, (*args, *chain.quantisation), more
+            continue
+        for size in chain.extra_page_sizes or (chain.page_size,):  # compiled in by the Hopper kernel
+            extra = make.empty(1, size, 1, ROW_BYTES, dtype=torch.uint8)
+            yield name, (*args, *chain.quantisation), more | {names[0]: extra, "extra_page_size": size}
 
 
 def _merge(make: _Operands, count: int, tokens: int) -> Call:

@@ -14,7 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusion_pass
-from fusion_pass import Config
+from fusion_pass import Config, compat
 
 TESTS = Path(__file__).parent
 ROLES = ["fmha", "inverse_rope", "bgemm"]
@@ -117,6 +117,8 @@ def variant(number):
     return model, caching_program.operands(tokens=3 + number, heads=4 * (1 + number % 3), seed=number)
 
 
+@pytest.mark.skipif(not compat.supports_pass_lists(),
+                    reason="Dynamo of torch 2.11 crashes in several threads, whatever the backend")
 def test_eight_threads_compile_different_models():
     torch._dynamo.reset()
     known = len(fusion_pass.reports())

@@ -66,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU when there is one"
     )
     demo.add_argument(
-        "--form", choices=("both", "bf16", "fp8"), default="both", help="which form of the output projection"
+        "--form",
+        choices=("both", "bf16", "fp8"),
+        default=None,
+        help="which form of the output projection (default: both; bf16 on a GPU)",
     )
     demo.add_argument(
         "--inner",
@@ -77,7 +80,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--tokens", type=_positive, default=None, help="length of the prompt (default: 64; 2048 on a GPU)"
     )
-    demo.add_argument("--steps", type=_positive, default=2, help="cached decode steps after the prompt (default: 2)")
+    demo.add_argument(
+        "--steps", type=_positive, default=None, help="cached decode steps after the prompt (default: 2; 1 on a GPU)"
+    )
+    demo.add_argument(
+        "--processes",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compile every run in a process of its own, all at the same time (default: on a GPU)",
+    )
     demo.add_argument("--json", action="store_true", help="print the result as JSON")
 
     doctor = commands.add_parser("doctor", help="versions, devices, registered ops and a self-test")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launcher of the Hopper attention: gathered keys from one or two pools, or dense keys with causality, window and mask.
+"""Launcher of the Hopper attention: gathered keys from one or two pools of bf16 rows or FP8 pages, or dense keys with
+causality, window and mask.
 
 The kernel (attention_kernel.py) is imported at the first launch, after :func:`.gate.attention_reason` has accepted.
 """
@@ -25,6 +26,8 @@ TUNING = {
     "CONSUMER_REGISTERS": 224,
     "PRODUCER_REGISTERS": 72,
 }
+# FP8 pages: three worker partitions, two of them producers.
+PAGED_TUNING = {"CONSUMER_REGISTERS": 216, "PRODUCER_REGISTERS": 48}
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,34 @@ def _even_rows(indices: Tensor) -> Tensor:
     return padded.copy_(indices)
 
 
-def choose_splits(tokens: int, heads: int, keys: int, sm_count: int) -> int:
-    """Shares of the keys per token so that small batches fill the GPU; no share is empty. From capacities only."""
-    jobs = tokens * math.ceil(heads / TILE)
-    pairs = max(1, math.ceil(keys / (2 * TILE)))
-    splits = max(1, min(pairs, sm_count // max(jobs, 1)))
-    return math.ceil(pairs / math.ceil(pairs / splits))
+def plan(tokens: int, heads: int, keys: int, sm_count: int, cut: bool = True) -> tuning_data.Plan:
+    """How a call's keys are shared out, from capacities only. cut: whether rows of a last wave alone may be split."""
+    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where shares meet that the kernel merges itself; the first `whole` rows (see the plan) are not cut.
+
+    For r other rows of 64 heads and P shares: out bf16 [P - 1, r, 64, 512] and lse fp32 [P - 1, r, 2, 64] in an order
+    of the kernel's own, flags int32 [2 r] (zeros).
+    """
+
+    whole: int
+    out: Tensor
+    lse: Tensor
+    flags: Tensor
+
+
+def shares(chosen: tuning_data.Plan, tokens: int, heads: int, device: torch.device) -> Shares | None:
+    """Workspace of a call of T tokens that merges its shares inside the kernel; None where it cannot."""
+    rows = tokens * math.ceil(heads / TILE) - chosen.whole
+    if rows * chosen.splits > torch.cuda.get_device_properties(device).multi_processor_count:
+        return None  # a share may wait only for CTAs that started before its own
+    # Zeroed for every launch: flags that outlive a call would be shared by streams, or lie in a CUDA graph's memory.
+    words = torch.zeros(2 * rows, dtype=torch.int32, device=device)
+    out = torch.empty(chosen.splits - 1, rows, TILE, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    return Shares(chosen.whole, out, torch.empty(chosen.splits - 1, rows, 2, TILE, device=device), words)
 
 
 @dataclass(frozen=True)
@@ -104,8 +129,10 @@ def _launch(
     token0: int = 0,
     tokens: int,
     splits: int = 1,
+    merge: Shares | None = None,
     causal: bool = False,
     window: int = 0,
+    page_sizes: tuple[int, int] | None = None,
     pdl: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> None:
@@ -114,15 +141,22 @@ def _launch(
 
     batches, queries, heads, _ = q.shape
     q = _aligned_q(q)
-    rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
-    extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
+    paged = page_sizes is not None
+    if page_sizes is not None:  # pools are bytes [P, page bytes]
+        rows = kv.shape[0] * page_sizes[0]
+        extra_rows = 0 if extra_kv is None else extra_kv.shape[0] * page_sizes[1]
+    else:
+        rows = kv.shape[0] * kv.shape[1] if kv.dim() == 3 else kv.shape[0]
+        extra_rows = 0 if extra_kv is None else extra_kv.shape[0]
     if kv.numel() == 0:
         kv = q  # no row of it is ever addressed
     if extra_kv is not None and extra_kv.numel() == 0:
         extra_kv = q
     kv_keys = rows if lists is not None else rows // (kv.shape[0] if kv.dim() == 3 else 1)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    jobs = tokens * math.ceil(heads / TILE) * splits
+    rows_of_heads = tokens * math.ceil(heads / TILE)
+    whole = 0 if merge is None else merge.whole
+    jobs = whole + (rows_of_heads - whole) * splits
     total = batches * queries
     rope, cos = epilogue.cos is not None, epilogue.cos if epilogue.cos is not None else epilogue.out
     packed = epilogue.packed
@@ -145,11 +179,15 @@ def _launch(
         out,
         out if scales is None else scales,
         out if epilogue.lse is None else epilogue.lse,
+        q if merge is None else merge.out,
+        q if merge is None else merge.lse,
+        q if merge is None else merge.flags,
         scale * LOG2E,
         epilogue.floor,
         jobs,
         tokens,
         token0,
+        whole,
         splits,
         rows,
         extra_rows,
@@ -157,6 +195,8 @@ def _launch(
         0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
         kv_keys if lists is None else lists.width,
         0 if lists is None else lists.width2,
+        kv.stride(0) // 16 if paged else 0,
+        extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
         queries,
         window,
         int(causal),
@@ -178,17 +218,19 @@ def _launch(
         HAS_BIAS=lists is not None and lists.bias is not None,
         HAS_SINK=sink is not None,
         BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
-        STRIDE0=_row_stride(kv),
-        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv),
+        STRIDE0=_row_stride(kv) if page_sizes is None else page_sizes[0],
+        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv) if page_sizes is None else page_sizes[1],
         EPILOGUE=KINDS[epilogue.kind],
+        MERGE=merge is not None,
         BLOCK=epilogue.block,
         POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
         PACKED=packed,
         BATCHED=batches > 1,
         ROPE_SHARED=rope and cos.shape[0] != total,
+        PAGED=paged,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
-        **(TUNING | (tuning or {})),
+        **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
     )
 
 
@@ -205,6 +247,7 @@ def launch_gathered(
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     splits: int = 1,
+    merge: Shares | None = None,
     token0: int = 0,
     pdl: bool = False,
     tuning: dict[str, int] | None = None,
@@ -228,7 +271,52 @@ def launch_gathered(
         token0=token0,
         tokens=indices.shape[0],
         splits=splits,
+        merge=merge,
         pdl=pdl,
+        tuning=tuning,
+    )
+
+
+def pages_aligned(data: Tensor) -> bool:
+    """Whether the kernel can read pages [P, page bytes] where they are: 16 bytes at a time."""
+    return data.data_ptr() % 16 == 0 and (data.stride(0) % 16 == 0 or data.shape[0] <= 1)
+
+
+def launch_paged(
+    q: Tensor,
+    pages: Tensor,
+    page_size: int,
+    indices: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    epilogue: Epilogue,
+    *,
+    lengths: Tensor | None = None,
+    extra_pages: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_lengths: Tensor | None = None,
+    extra_page_size: int = 1,
+    splits: int = 1,
+    merge: Shares | None = None,
+    tuning: dict[str, int] | None = None,
+) -> None:
+    """:func:`launch_gathered` over rows of paged FP8 caches, given as bytes [P, page_size * 584] (`pages_aligned`).
+
+    An index is page * page_size + offset.
+    """
+    lists, extra_pages = _two_lists(q, pages, indices, lengths, extra_pages, extra_indices, extra_lengths)
+    _launch(
+        q.unsqueeze(0),
+        pages,
+        sink,
+        scale,
+        epilogue,
+        lists=lists,
+        extra_kv=extra_pages,
+        tokens=indices.shape[0],
+        splits=splits,
+        merge=merge,
+        page_sizes=(page_size, extra_page_size if extra_pages is not None else page_size),
         tuning=tuning,
     )
 
@@ -271,6 +359,7 @@ def launch_dense(
     causal: bool = False,
     window: int = 0,
     splits: int = 1,
+    merge: Shares | None = None,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """Attention of q [B, S, H, 512] over kv [B or 1, N, 512] with causality, sliding window and mask [B or 1, S, N].
@@ -291,6 +380,7 @@ def launch_dense(
             lists=None,
             tokens=total,
             splits=splits,
+            merge=merge,
             causal=causal,
             window=window,
             tuning=tuning,
@@ -320,4 +410,16 @@ def launch_dense(
             key_stride_batch=keys if kv.shape[0] > 1 else 0,
         )
         lists = _Lists(index, keys, length, bias)
-        _launch(q, kv, sink, scale, epilogue, lists=lists, token0=token0, tokens=tokens, splits=splits, tuning=tuning)
+        _launch(
+            q,
+            kv,
+            sink,
+            scale,
+            epilogue,
+            lists=lists,
+            token0=token0,
+            tokens=tokens,
+            splits=splits,
+            merge=merge,
+            tuning=tuning,
+        )

@@ -5,6 +5,7 @@
 Three warpgroups per CTA, one CTA per SM, each walking through the jobs (token, 64 heads, share of the keys):
 
 - `producer` gathers key rows with cp.async: 64 keys (a tile) in four chunks of 128 columns, two tiles (a pair) ahead.
+  Over FP8 pages there are two warpgroups in its place, which decode the rows (attention_pages.py).
 - `consumer_left` computes the scores of the first tile of each pair and owns output columns 0..255.
 - `consumer_right` computes the scores of the second tile and owns columns 256..511.
 
@@ -29,11 +30,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
-from .attention_shared import allocate_shared
+from .attention_merge import finish_job
+from .attention_pages import Pages, pages_producer
+from .attention_shared import ROWS_OF_16_BYTES, allocate_shared, load_q
 from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
-    HEAD_DIM,
     LAZY,
     OUTPUT,
     PROBABILITIES,
@@ -47,10 +49,6 @@ from .hopper import (
     pin_int,
     rescale,
 )
-
-# How the producer's threads share a chunk: four rows each keep the loop small, which is what its speed depends on (the
-# three warpgroups share one instruction cache).
-ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -91,25 +89,8 @@ def load_term(sh, parity, TILE_OF_PAIR: gl.constexpr):
 
 
 @gluon.jit
-def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl.constexpr):
-    """One pair of tiles for consumer_left: enters with its scores complete and, unless last, leaves with the next."""
-    z = j >> 30
-    m0, p = softmax_step(s, term, m, scale)
-    factor = exp2_approx(m - m0)
-    pb = p.to(gl.bfloat16)
-    sh.p[0].index(0).store(pb)
-    sh.stats[0].store(m0)
-    fence_async_shared()
-    mbarrier.arrive(sh.p_ready[0])
-    l = l * factor + gl.sum(p, 1)
-    operand = gl.convert_layout(pb, PROBABILITIES)
-    oa = rescale(oa, factor)
-    ta = warpgroup_mma(operand, key_chunk(sh, 0, z), oa, is_async=True)
-    ob = rescale(ob, factor)
-    tb = warpgroup_mma(operand, key_chunk(sh, 1, z), ob, is_async=True)
-    oa = warpgroup_mma_wait(1, deps=[ta])
-    mbarrier.arrive(sh.empty[0])
-    # the other tile
+def left_second(sh, last, parity, z, s, term, m0, l, oa, ob, tb, OUTSTANDING: gl.constexpr):
+    """The pair's second tile for consumer_left, whose products with the first (`tb`) are on their way."""
     mbarrier.wait(sh.p_ready[1], parity)
     m = sh.stats[1].load(gl.SliceLayout(1, SCORES))
     factor = exp2_approx(m0 - m)
@@ -142,15 +123,54 @@ def left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl
 
 
 @gluon.jit
-def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
+def left_pair(sh, j, last, absent, parity, s, term, m, l, oa, ob, scale, OUTSTANDING: gl.constexpr):
+    """One pair of tiles for consumer_left: enters with its scores complete and, unless last, leaves with the next.
+
+    absent: the pair is the job's last and has no second tile. Every barrier counts it all the same.
+    """
+    z = j >> 30
+    m0, p = softmax_step(s, term, m, scale)
+    factor = exp2_approx(m - m0)
+    pb = p.to(gl.bfloat16)
+    sh.p[0].index(0).store(pb)
+    sh.stats[0].store(m0)
+    fence_async_shared()
+    mbarrier.arrive(sh.p_ready[0])
+    l = l * factor + gl.sum(p, 1)
+    operand = gl.convert_layout(pb, PROBABILITIES)
+    oa = rescale(oa, factor)
+    ta = warpgroup_mma(operand, key_chunk(sh, 0, z), oa, is_async=True)
+    ob = rescale(ob, factor)
+    tb = warpgroup_mma(operand, key_chunk(sh, 1, z), ob, is_async=True)
+    oa = warpgroup_mma_wait(1, deps=[ta])
+    mbarrier.arrive(sh.empty[0])
+    if absent:
+        ob = warpgroup_mma_wait(0, deps=[tb])
+        mbarrier.arrive(sh.empty[1])
+        mbarrier.wait(sh.full[4], parity)
+        mbarrier.wait(sh.full[5], parity)
+        mbarrier.wait(sh.p_ready[1], parity)
+        mbarrier.arrive(sh.empty[4])
+        mbarrier.arrive(sh.empty[5])
+        m = m0
+    else:
+        s, term, m, l, oa, ob = left_second(sh, last, parity, z, s, term, m0, l, oa, ob, tb, OUTSTANDING)
+    return s, term, m, l, oa, ob
+
+
+@gluon.jit
+def consumer_left(
+    sh, keys, jobs, output, shares, flags, scale, OUTSTANDING: gl.constexpr, MERGE: gl.constexpr
+):  # fmt: skip
     """Scores of each pair's first tile; output columns 0..255."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0  # pairs finished by this CTA
     turn = 0  # jobs finished by this CTA
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, list_row, token = jobs.place(job)
+        block, split, splits, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, high = jobs.pairs(split, count0, count1)
+        low, end, pairs = jobs.share(split, splits, count0, count1)
+        odd = end - low < 2 * pairs  # the last pair has no second tile
         z = job >> 30
         parity = done & 1
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
@@ -166,90 +186,131 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         term = load_term(sh, parity, 0)
         mbarrier.arrive(sh.turn)
         s = warpgroup_mma_wait(0, deps=[t])
-        for j in range(low, high):
-            parity = (done + j - low) & 1
-            last = j + 1 == high
+        for j in range(0, pairs):
+            parity = (done + j) & 1
+            last = j + 1 == pairs
+            absent = last & odd
             mbarrier.arrive(sh.q_empty, pred=last)
-            s, term, m, l, oa, ob = left_pair(sh, j, last, parity, s, term, m, l, oa, ob, scale, OUTSTANDING)
+            s, term, m, l, oa, ob = left_pair(sh, j, last, absent, parity, s, term, m, l, oa, ob, scale, OUTSTANDING)
         sink = output.load_sink(block)
         sh.stats[2].store(l)
         mbarrier.arrive(sh.sum_ready[0])
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        output.finish(oa, ob, sums, m, sink, (), sh.p[0], block, token, split, 0)
-        done += high - low
+        place = (block, list_row, token, split, splits)
+        finish_job(output, shares, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], place, 0, MERGE)
+        done += pairs
         turn += 1
 
 
 @gluon.jit
-def consumer_right(sh, keys, jobs, output, scale):
+def right_pair(sh, j, last, parity, m, l, oa, ob, scale):
+    """One pair of tiles for consumer_right."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    z = j >> 30
+    t = gl.zeros([TILE, TILE], gl.float32, SCORES)
+    t = scores_chunk(sh, t, z, parity, 1, 0)
+    t = scores_chunk(sh, t, z, parity, 1, 2)
+    t = scores_chunk(sh, t, z, parity, 1, 1)
+    t = scores_chunk(sh, t, z, parity, 1, 3)
+    term = load_term(sh, parity, 1)
+    # the other warpgroup's tile, queued behind the own scores
+    mbarrier.wait(sh.p_ready[0], parity)
+    m0 = sh.stats[0].load(ROWS)
+    before = exp2_approx(m - m0)
+    oa = rescale(oa, before)
+    ob = rescale(ob, before)
+    ta = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 2, z), oa, is_async=True)
+    tb = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 3, z), ob, is_async=True)
+    s = warpgroup_mma_wait(2, deps=[t])
+    mbarrier.arrive(sh.q_empty, pred=last)
+    m, p = softmax_step(s, term, m0, scale)
+    after = exp2_approx(m0 - m)
+    pb = p.to(gl.bfloat16)
+    mbarrier.wait(sh.empty[5], parity ^ 1)  # the other warpgroup has read the last pair's probabilities
+    sh.p[1].index(0).store(pb)
+    sh.stats[1].store(m)
+    fence_async_shared()
+    mbarrier.arrive(sh.p_ready[1])
+    l = l * (before * after) + gl.sum(p, 1)
+    operand = gl.convert_layout(pb, PROBABILITIES)
+    oa = warpgroup_mma_wait(1, deps=[ta])
+    mbarrier.arrive(sh.empty[2])
+    oa = rescale(oa, after)
+    ta = warpgroup_mma(operand, key_chunk(sh, 6, z), oa, is_async=True)
+    ob = warpgroup_mma_wait(1, deps=[tb])
+    mbarrier.arrive(sh.empty[3])
+    ob = rescale(ob, after)
+    tb = warpgroup_mma(operand, key_chunk(sh, 7, z), ob, is_async=True)
+    oa = warpgroup_mma_wait(1, deps=[ta])
+    mbarrier.arrive(sh.empty[6])
+    ob = warpgroup_mma_wait(0, deps=[tb])
+    mbarrier.arrive(sh.empty[7])
+    return m, l, pin(oa), pin(ob)
+
+
+@gluon.jit
+def right_first(sh, j, parity, m, l, oa, ob):
+    """A pair without a second tile for consumer_right, always a job's last: only the other warpgroup's tile."""
+    z = j >> 30
+    mbarrier.arrive(sh.q_empty)
+    mbarrier.wait(sh.p_ready[0], parity)
+    m0 = sh.stats[0].load(gl.SliceLayout(1, SCORES))
+    before = exp2_approx(m - m0)
+    l = l * before
+    oa = rescale(oa, before)
+    ob = rescale(ob, before)
+    ta = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 2, z), oa, is_async=True)
+    tb = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 3, z), ob, is_async=True)
+    mbarrier.arrive(sh.p_ready[1])
+    mbarrier.wait(sh.full[6], parity)
+    mbarrier.wait(sh.full[7], parity)
+    mbarrier.arrive(sh.empty[6])
+    mbarrier.arrive(sh.empty[7])
+    oa = warpgroup_mma_wait(1, deps=[ta])
+    mbarrier.arrive(sh.empty[2])
+    ob = warpgroup_mma_wait(0, deps=[tb])
+    mbarrier.arrive(sh.empty[3])
+    return m0, l, pin(oa), pin(ob)
+
+
+@gluon.jit
+def consumer_right(
+    sh, keys, jobs, output, shares, flags, scale, MERGE: gl.constexpr
+):  # fmt: skip
     """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, list_row, token = jobs.place(job)
+        block, split, splits, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, high = jobs.pairs(split, count0, count1)
+        low, end, pairs = jobs.share(split, splits, count0, count1)
+        odd = end - low < 2 * pairs
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
         l = gl.zeros([TILE], gl.float32, ROWS)
         oa = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
         ob = gl.zeros([TILE, COLUMNS], gl.float32, OUTPUT)
-        for j in range(low, high):
-            z = j >> 30
-            parity = (done + j - low) & 1
+        for j in range(0, pairs):
+            parity = (done + j) & 1
+            last = j + 1 == pairs
             mbarrier.wait(sh.q_full, turn & 1)
             mbarrier.wait(sh.turn, parity)
-            t = gl.zeros([TILE, TILE], gl.float32, SCORES)
-            t = scores_chunk(sh, t, z, parity, 1, 0)
-            t = scores_chunk(sh, t, z, parity, 1, 2)
-            t = scores_chunk(sh, t, z, parity, 1, 1)
-            t = scores_chunk(sh, t, z, parity, 1, 3)
-            term = load_term(sh, parity, 1)
-            # the other warpgroup's tile, queued behind the own scores
-            mbarrier.wait(sh.p_ready[0], parity)
-            m0 = sh.stats[0].load(ROWS)
-            before = exp2_approx(m - m0)
-            oa = rescale(oa, before)
-            ob = rescale(ob, before)
-            ta = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 2, z), oa, is_async=True)
-            tb = warpgroup_mma(sh.p[0].index(z), key_chunk(sh, 3, z), ob, is_async=True)
-            s = warpgroup_mma_wait(2, deps=[t])
-            mbarrier.arrive(sh.q_empty, pred=j + 1 == high)
-            m, p = softmax_step(s, term, m0, scale)
-            after = exp2_approx(m0 - m)
-            pb = p.to(gl.bfloat16)
-            mbarrier.wait(sh.empty[5], parity ^ 1)  # the other warpgroup has read the last pair's probabilities
-            sh.p[1].index(0).store(pb)
-            sh.stats[1].store(m)
-            fence_async_shared()
-            mbarrier.arrive(sh.p_ready[1])
-            l = l * (before * after) + gl.sum(p, 1)
-            operand = gl.convert_layout(pb, PROBABILITIES)
-            oa = warpgroup_mma_wait(1, deps=[ta])
-            mbarrier.arrive(sh.empty[2])
-            oa = rescale(oa, after)
-            ta = warpgroup_mma(operand, key_chunk(sh, 6, z), oa, is_async=True)
-            ob = warpgroup_mma_wait(1, deps=[tb])
-            mbarrier.arrive(sh.empty[3])
-            ob = rescale(ob, after)
-            tb = warpgroup_mma(operand, key_chunk(sh, 7, z), ob, is_async=True)
-            oa = warpgroup_mma_wait(1, deps=[ta])
-            mbarrier.arrive(sh.empty[6])
-            ob = warpgroup_mma_wait(0, deps=[tb])
-            mbarrier.arrive(sh.empty[7])
-            oa = pin(oa)
-            ob = pin(ob)
+            if last & odd:
+                m, l, oa, ob = right_first(sh, j, parity, m, l, oa, ob)
+            else:
+                m, l, oa, ob = right_pair(sh, j, last, parity, m, l, oa, ob, scale)
         sink = output.load_sink(block)
         rope = output.load_rope(token)
         sh.stats[3].store(l)
         mbarrier.arrive(sh.sum_ready[1])
         mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
-        mbarrier.wait(sh.empty[5], (done + high - 1 - low) & 1)
-        output.finish(oa, ob, sums, m, sink, rope, sh.p[1], block, token, split, 1)
-        done += high - low
+        mbarrier.wait(sh.empty[5], (done + pairs - 1) & 1)
+        place = (block, list_row, token, split, splits)
+        finish_job(output, shares, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], place, 1, MERGE)
+        done += pairs
         turn += 1
 
 
@@ -267,30 +328,6 @@ def gather_chunk(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constexpr):
-    """Copy the job's queries once the last job's are no longer needed."""
-    lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
-    batch_stride, token_stride, head_stride = q_strides  # elements / 8
-    head = block * TILE + lane
-    row = head.to(gl.int64) * head_stride
-    if BATCHED:
-        batch = token // keys.queries
-        row += batch.to(gl.int64) * batch_stride + (token - batch * keys.queries).to(gl.int64) * token_stride
-    else:
-        row += token.to(gl.int64) * token_stride
-    pointers = q + gl.expand_dims(row * 8, 1) + column
-    in_heads = gl.expand_dims(head < jobs.HEADS, 1)
-    mbarrier.wait(sh.q_empty, (turn & 1) ^ 1)
-    for chunk in gl.static_range(HEAD_DIM // COLUMNS):
-        if jobs.HEADS % TILE == 0:
-            async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk)
-        else:
-            async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk, mask=in_heads)
-    async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
-
-
-@gluon.jit
 def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
     lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
@@ -298,21 +335,21 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, list_row, token = jobs.place(job)
+        block, split, splits, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, high = jobs.pairs(split, count0, count1)
-        index = keys.load_tile(2 * low, lane, list_row, first, count0, count1)
+        low, end, pairs = jobs.share(split, splits, count0, count1)
+        index = keys.load_tile(low, end, lane, list_row, first, count0, count1)
         load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
-        for j in range(low, high):
+        for j in range(0, pairs):
             parity = (done & 1) ^ 1
             for half in range(2):
-                tile = 2 * j + half
+                tile = low + 2 * j + half
                 index = pin_int(index)
                 valid = keys.valid(index, tile, count0)
                 term = keys.term(valid, tile, lane, list_row, count0)
                 pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
                 mask = gl.expand_dims(valid, 1)
-                index = keys.load_tile(tile + 1, lane, list_row, first, count0, count1)
+                index = keys.load_tile(tile + 1, end, lane, list_row, first, count0, count1)
                 gather_chunk(sh, pointers, mask, parity, half, 0)
                 sh.terms.index(half).store(term)
                 mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
@@ -325,8 +362,8 @@ def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
 
 
 RUNTIME_INTEGERS = [
-    "jobs_count", "tokens", "token0", "splits", "rows0", "rows1", "index_stride0",
-    "index_stride1", "width0", "width1", "queries", "window", "causal",
+    "jobs_count", "tokens", "token0", "whole", "splits", "rows0", "rows1", "index_stride0",
+    "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "queries", "window", "causal",
     "q_batch_stride", "q_token_stride",
     "q_head_stride", "rope_period", "total", "padded", "wait", "release", "scale", "floor",
 ]  # fmt: skip
@@ -334,16 +371,16 @@ RUNTIME_INTEGERS = [
 
 @gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
 def attention_kernel(
-    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
-    scale, floor, jobs_count, tokens, token0, splits, rows0, rows1, index_stride0, index_stride1,
-    width0, width1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
+    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse, shares, share_lse, flags,
+    scale, floor, jobs_count, tokens, token0, whole, splits, rows0, rows1, index_stride0, index_stride1,
+    width0, width1, page_stride0, page_stride1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
     rope_period, total, padded, wait, release,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, OUTSTANDING: gl.constexpr, MERGE: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
     keys = Keys(
@@ -351,23 +388,40 @@ def attention_kernel(
         length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
         STRIDE0, STRIDE1,
     )  # fmt: skip
-    jobs = Jobs(jobs_count, tokens, token0, splits, HEADS, EPILOGUE == EPILOGUE_PARTIAL)
+    jobs = Jobs(jobs_count, tokens, token0, whole, splits, HEADS, MERGE or EPILOGUE == EPILOGUE_PARTIAL)
     output = Output(
         out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
+    meeting = (shares, share_lse)
     if wait != 0:
         gdc_wait()
     if release != 0:
         gdc_launch_dependents()
-    sh = allocate_shared()
+    sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
-    gl.warp_specialize(
-        [
-            (consumer_right, (sh, keys, jobs, output, scale)),
-            (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-            (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if PAGED:
+        pages = Pages(
+            kv0.to(gl.pointer_type(gl.int32), bitcast=True), kv1.to(gl.pointer_type(gl.int32), bitcast=True),
+            page_stride0, page_stride1, STRIDE0, STRIDE1,
+        )  # fmt: skip
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, meeting, flags, scale, MERGE)),
+                (consumer_left, (sh, keys, jobs, output, meeting, flags, scale, OUTSTANDING, MERGE)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1)),
+            ],
+            [4, 4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer_right, (sh, keys, jobs, output, meeting, flags, scale, MERGE)),
+                (consumer_left, (sh, keys, jobs, output, meeting, flags, scale, OUTSTANDING, MERGE)),
+                (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )

@@ -65,6 +65,7 @@ def launch(
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .bgemm_kernel import bgemm_kernel
+    from .bgemm_overlapped import overlapped_bgemm_kernel
 
     groups, tokens, width = codes.shape
     rows = weight.shape[1]
@@ -77,29 +78,39 @@ def launch(
     bytes_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     flat_layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     byte_weights = weight_scales.element_size() == 1
-    bgemm_kernel[(min(sms, count),)](
+    arguments = (
         TensorDescriptor.from_tensor(codes.view(groups * tokens, width), [form.tokens, 128], bytes_layout),
         TensorDescriptor.from_tensor(weight.view(groups * rows, width), [form.weight_rows, 128], bytes_layout),
         TensorDescriptor.from_tensor(scales.view(-1), [max(form.tokens, 32)], flat_layout),
         weight_scales.view(torch.uint8) if byte_weights else weight_scales,
-        out,
-        count,
-        tokens,
-        blocks_t,
-        scales.shape[-1],
-        GROUPS=groups,
-        ROW_TILES=row_tiles,
-        K_BLOCKS=width // 128,
-        TOKENS=form.tokens,
-        WEIGHT_ROWS=form.weight_rows,
-        STAGES=form.stages,
-        BLOCKS=form.blocks,
-        SWAP=form.swap,
-        PACKED_X=scales.dtype == torch.int32,
-        BYTES_W=byte_weights,
-        PDL=pdl,
-        ORDERED=form.ordered,
-        num_warps=4,
+    )
+    sizes = (count, tokens, blocks_t, scales.shape[-1])
+    options = {
+        "ROW_TILES": row_tiles,
+        "K_BLOCKS": width // 128,
+        "STAGES": form.stages,
+        "PACKED_X": scales.dtype == torch.int32,
+        "BYTES_W": byte_weights,
+        "PDL": pdl,
+        "num_warps": 4,
         **({"launch_pdl": True} if pdl else {}),
         **(TUNING | (tuning or {})),
+    }
+    grid = (min(sms, count),)
+    if form.overlapped:
+        out_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        to = TensorDescriptor.from_tensor(out.view(tokens, groups * rows), [64, 64], out_layout)
+        unroll = 8 if width % 1024 == 0 else 4
+        overlapped_bgemm_kernel[grid](*arguments, to, *sizes, UNROLL=unroll, **options)
+        return
+    bgemm_kernel[grid](
+        *arguments,
+        out,
+        *sizes,
+        GROUPS=groups,
+        TOKENS=form.tokens,
+        WEIGHT_ROWS=form.weight_rows,
+        BLOCKS=form.blocks,
+        SWAP=form.swap,
+        **options,
     )

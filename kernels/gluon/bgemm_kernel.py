@@ -22,7 +22,6 @@ instruction cache. BLOCKS blocks of K make one stage where tiles are small, so t
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -91,10 +90,9 @@ class Ring:
     sums: gl.shared_memory_descriptor  # fp32, of the second warpgroup, if the tiles are shared along K
     sums_full: gl.shared_memory_descriptor
     sums_empty: gl.shared_memory_descriptor
-    order: gl.tuple  # whose product may start
 
     @gluon.constexpr_function
-    def __init__(self, x, w, scales, full, empty, sums, sums_full, sums_empty, order):
+    def __init__(self, x, w, scales, full, empty, sums, sums_full, sums_empty):
         self.x = x
         self.w = w
         self.scales = scales
@@ -103,7 +101,6 @@ class Ring:
         self.sums = sums
         self.sums_full = sums_full
         self.sums_empty = sums_empty
-        self.order = order
 
 
 @aggregate
@@ -170,26 +167,9 @@ def write_half(x, staging, out, offset, row0, inside, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def ordered_product(ring, x, w, t, turn, WHICH: gl.constexpr):
-    """x[64, 128] @ w[128, 128]^T, once the other warpgroup's product before it is half done.
-
-    Unordered, both warpgroups multiply at the same time and then promote at the same time, with idle tensor cores.
-    """
-    mbarrier.wait(ring.order[WHICH], (turn & 1) ^ (1 - WHICH))
-    half = x.slice(0, 64, dim=1)
-    t = warpgroup_mma(half, w.slice(0, 64, dim=1).permute((1, 0)), t, use_acc=False, is_async=True)
-    half = x.slice(64, 64, dim=1)
-    t = warpgroup_mma(half, w.slice(64, 64, dim=1).permute((1, 0)), t, is_async=True)
-    t = warpgroup_mma_wait(1, deps=[t])
-    # every thread for itself, without the barrier of the warpgroup that `arrive` costs
-    async_copy.mbarrier_arrive(ring.order[1 - WHICH], increment_count=False)
-    return t
-
-
-@gluon.jit
 def consumer(
     ring, staging, tiles, scales, out, WHICH: gl.constexpr, SWAP: gl.constexpr, GROUPS: gl.constexpr,
-    ORDERED: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WHICH of two: its share of every tile."""
     if PDL:
@@ -204,7 +184,6 @@ def consumer(
     STEP: gl.constexpr = 2 if ALONG_K else 1
     B0: gl.constexpr = WHICH if ALONG_K else 0
     turn = gl.program_id(0) * 0
-    products = turn
     stage = gl.program_id(0) * 0
     phase = stage
     for tile in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
@@ -224,12 +203,8 @@ def consumer(
                     t = warpgroup_mma(w_tile.slice(R0, 64), x_tile.permute((1, 0)), t, use_acc=False, is_async=True)
                     x = ring.scales.index(slot).slice(0, N).load(SCALES)
                 else:
-                    if ORDERED:
-                        t = ordered_product(ring, x_tile.slice(T0, ROWS), w_tile, t, products, WHICH)
-                        products += 1
-                    else:
-                        part = w_tile.slice(R0, N).permute((1, 0))
-                        t = warpgroup_mma(x_tile.slice(T0, ROWS), part, t, use_acc=False, is_async=True)
+                    part = w_tile.slice(R0, N).permute((1, 0))
+                    t = warpgroup_mma(x_tile.slice(T0, ROWS), part, t, use_acc=False, is_async=True)
                     x = ring.scales.index(slot).slice(T0, ROWS).load(SCALES)
                 factor = gl.expand_dims(scales.product(x, w, k + b), 0 if SWAP else 1)
                 t = warpgroup_mma_wait(0, deps=[t])
@@ -238,12 +213,8 @@ def consumer(
                         mbarrier.arrive(ring.empty.index(stage))
                 acc0 = pin(acc0 + t * factor)
                 if HALVES == 2:
-                    if ORDERED:
-                        t = ordered_product(ring, x_tile.slice(T0 + ROWS, ROWS), w_tile, t, products, WHICH)
-                        products += 1
-                    else:
-                        part = w_tile.slice(R0, N).permute((1, 0))
-                        t = warpgroup_mma(x_tile.slice(T0 + ROWS, ROWS), part, t, use_acc=False, is_async=True)
+                    part = w_tile.slice(R0, N).permute((1, 0))
+                    t = warpgroup_mma(x_tile.slice(T0 + ROWS, ROWS), part, t, use_acc=False, is_async=True)
                     x = ring.scales.index(slot).slice(T0 + ROWS, ROWS).load(SCALES)
                     factor = gl.expand_dims(scales.product(x, w, k + b), 1)
                     t = warpgroup_mma_wait(0, deps=[t])
@@ -305,7 +276,7 @@ def bgemm_kernel(
     x_rows, w_rows, scale_rows, w_scales, out, tiles_count, tokens, blocks_t, padded,
     GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
     WEIGHT_ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, SWAP: gl.constexpr,
-    PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr, ORDERED: gl.constexpr,
+    PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K]; scale_rows: of all token scales, flat; see `launch`."""
@@ -329,13 +300,12 @@ def bgemm_kernel(
     SUM_COLUMNS: gl.constexpr = TOKENS if SWAP else 64
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [SUM_ROWS, SUM_COLUMNS], PLAIN)
-    order = (allocate_barrier(128), allocate_barrier(128))
     fence_async_shared()
-    ring = Ring(x, w, raw, full, empty, sums, allocate_barrier(1), allocate_barrier(1), order)
+    ring = Ring(x, w, raw, full, empty, sums, allocate_barrier(1), allocate_barrier(1))
     gl.warp_specialize(
         [
-            (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, ORDERED, PDL)),
-            (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, ORDERED, PDL)),
+            (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, PDL)),
+            (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, PDL)),
             (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
         ],
         [4, 4],

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..modes import current
+from ..tuning.bgemm import DEEPGEMM_TOKENS
 from .gate import hopper_reason
 
 SWITCH = "FUSION_PASS_BGEMM"
-MIN_TOKENS = 192
 
 
 @cache
@@ -46,8 +46,8 @@ def refuses(
         return reason
     if current().batch_invariant:
         return "batch_invariant: one kernel for every number of tokens, the portable one"
-    if codes.shape[1] < MIN_TOKENS:
-        return f"{codes.shape[1]} tokens: from {MIN_TOKENS} on"
+    if codes.shape[1] < DEEPGEMM_TOKENS:
+        return f"{codes.shape[1]} tokens: from {DEEPGEMM_TOKENS} on"
     if (block, weight_block) != (128, 128):
         return f"blocks {block}, {weight_block}; 128 only"
     if scales.dtype != torch.float32 or weight_scales.dtype != torch.float32:

@@ -178,12 +178,14 @@ class Keys:
         return first, count0, count1
 
     @gluon.jit
-    def load_tile(self, tile, lane, list_row, first, count0, count1):
+    def load_tile(self, tile, end, lane, list_row, first, count0, count1):
         """Indices of one tile's keys per lane, as they are in the list: :meth:`valid` and :meth:`locate` read them.
 
-        `lane`: 0..63 in any layout. Tiles of the second pool follow those of the first. The split in two matters: the
-        caller starts this load early, and nothing but waiting for it may stand between it and other work.
+        None is valid from tile `end` on, where the job's share ends. `lane`: 0..63 in any layout. Tiles of the second
+        pool follow those of the first. The split in two matters: the caller starts this load early, and nothing but
+        waiting for it may stand between it and other work.
         """
+        count0 = gl.where(tile < end, count0, 0)
         if self.FORM == KEYS_RANGE:
             column = tile * TILE + lane
             index = gl.where(column < count0, first + column, -1)
@@ -194,6 +196,7 @@ class Keys:
         else:
             tiles0 = gl.cdiv(count0, TILE)
             second = tile >= tiles0
+            count1 = gl.where(tile < end, count1, 0)
             column = gl.where(second, tile - tiles0, tile) * TILE + lane
             offset0 = list_row.to(gl.int64) * self.index_stride0 * 2
             offset1 = list_row.to(gl.int64) * self.index_stride1 * 2
@@ -243,51 +246,60 @@ class Keys:
 
 @aggregate
 class Jobs:
-    """The list of jobs, (split, token, head block) with the head block fastest, that persistent CTAs walk through."""
+    """The jobs that persistent CTAs walk through: first `whole` rows (token, head block; the block fastest) with all
+    their keys, then the shares of the other rows, (share, row), the row fastest."""
 
     count: gl.tensor
     tokens: gl.tensor  # tokens of this launch
     token0: gl.tensor  # first of them in q and in the outputs; index lists start at row 0
-    splits: gl.tensor
+    whole: gl.tensor
+    splits: gl.tensor  # shares of each row that is not whole
     HEADS: gl.constexpr
-    SPLIT: gl.constexpr  # whether jobs are shares of a token's keys
+    SPLIT: gl.constexpr  # whether there are rows that are not whole
 
     @gluon.constexpr_function
-    def __init__(self, count, tokens, token0, splits, HEADS, SPLIT):
+    def __init__(self, count, tokens, token0, whole, splits, HEADS, SPLIT):
         self.count = count
         self.tokens = tokens
         self.token0 = token0
+        self.whole = whole
         self.splits = splits
         self.HEADS = gl.constexpr(HEADS)
         self.SPLIT = gl.constexpr(SPLIT)
 
     @gluon.jit
     def place(self, job):
-        """(head block, split, row of the index list, token) of a job."""
+        """(head block, share, number of shares, row of the index list, token) of a job."""
         blocks: gl.constexpr = (self.HEADS + TILE - 1) // TILE
-        list_row = job // blocks
         split = job * 0
+        splits = split + 1
         if self.SPLIT:  # runtime divisions are slow: none without need
-            split = list_row // self.tokens
-            list_row -= split * self.tokens
+            cut = job - self.whole
+            rows = self.tokens * blocks - self.whole
+            split = gl.where(cut < 0, 0, cut // rows)
+            splits = gl.where(cut < 0, 1, self.splits)
+            job -= split * rows
+        list_row = job // blocks
         block = job % blocks
         if blocks == 1:
             block = job >> 30  # zero, but not a constant: the compiler would keep all that it implies in registers
-        return block, split, list_row, self.token0 + list_row
+        return block, split, splits, list_row, self.token0 + list_row
 
     @gluon.jit
-    def pairs(self, split, count0, count1):
-        """Pairs of tiles [low, high) that a job works on; at least one, so that every job writes its output."""
-        tiles = gl.cdiv(count0, TILE) + gl.cdiv(count1, TILE)
-        pairs = gl.cdiv(tiles, 2)
-        share = pairs
+    def share(self, split, splits, count0, count1):
+        """A job's tiles [low, end) and how many pairs they make: at least one, so that every job writes its output.
+
+        The last pair's second tile is absent where the number of tiles is odd.
+        """
+        end = gl.cdiv(count0, TILE) + gl.cdiv(count1, TILE)
         low = split
         if self.SPLIT:
-            share = gl.maximum(gl.cdiv(pairs, self.splits), 1)
-            low = split * share
-        high = gl.maximum(gl.minimum(pairs, low + share), low + 1)
-        gl.assume(high > low)  # no zero-trip path: it would keep a second copy of the accumulators alive
-        return low, high
+            tiles = gl.maximum(gl.cdiv(end, splits), 1)
+            low = split * tiles
+            end = gl.minimum(end, low + tiles)
+        pairs = gl.maximum((end - low + 1) // 2, 1)
+        gl.assume(pairs > 0)  # no zero-trip path: it would keep a second copy of the accumulators alive
+        return low, end, pairs
 
 
 @gluon.jit

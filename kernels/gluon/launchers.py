@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..modes import current
 from ..ops.dispatch import Launcher, register_launcher
+from ..reference.paged import page_bytes
+from ..tuning import attention as tuning_data
 from . import attention, bgemm, deepgemm, gate
 from .attention import Epilogue
 
@@ -43,6 +45,7 @@ def _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales) -> Epi
 def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None) -> None:
     """Merge the partials of all splits and run `epilogue` there."""
     from ..triton import merge as merging
+    from ..triton import merge_rows
     from ..triton.epilogue import quant_mode
 
     _, tokens, heads, dim = partials.shape
@@ -57,6 +60,12 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     quant = quant_mode(epilogue.scale_rule, epilogue.packed) if epilogue.kind == "quant" else 0
     after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
     out = epilogue.out.view(torch.uint8) if quant else epilogue.out
+    if tiling := tuning_data.merge_tiling(tokens * heads, partials.shape[0]):
+        rows, num_warps = tiling
+        merge_rows.merge_rows_into(
+            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True
+        )
+        return
     decision = merging.decide(partials, None, epilogue=True)
     decision = replace(decision, pdl=True)
     merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after)
@@ -66,24 +75,31 @@ def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink: Tensor | None, launch, device) -> None:
-    """Run `launch(epilogue, sink, splits)`, split and merged if the tokens alone do not fill the GPU."""
+def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, cut: bool = True) -> None:
+    """Run `launch(epilogue, sink, splits, workspace)`, its keys shared out as the plan says.
+
+    cut: `launch` is one kernel launch, which may split the rows of its last wave alone.
+    """
     # A batch-invariant call is not split: the number of splits depends on the number of tokens.
-    splits = 1 if current().batch_invariant else attention.choose_splits(tokens, heads, keys, _sm_count(device))
-    if splits == 1:
-        launch(epilogue, sink, 1)
+    chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), cut)
+    if chosen is None or chosen.splits == 1:
+        launch(epilogue, sink, 1, None)
         return
-    partials = torch.empty(splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
-    lse = torch.empty(splits, tokens, heads, dtype=torch.float32, device=device)
-    launch(Epilogue("partial", partials, lse=lse), None, splits)
-    _merge(epilogue, partials, lse, sink)
+    if chosen.whole:
+        workspace = attention.shares(chosen, tokens, heads, device)
+        launch(epilogue, sink, 1 if workspace is None else chosen.splits, workspace)
+    else:
+        partials = torch.empty(chosen.splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
+        lse = torch.empty(chosen.splits, tokens, heads, dtype=torch.float32, device=device)
+        launch(Epilogue("partial", partials, lse=lse), None, chosen.splits, None)
+        _merge(epilogue, partials, lse, sink)
 
 
 # Gathered attention: q [T, H, D], kv [N, D].
 def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_indices, extra_lengths) -> None:
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
         attention.launch_gathered(
             q,
             kv,
@@ -96,6 +112,7 @@ def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_in
             extra_indices=extra_indices,
             extra_lengths=extra_lengths,
             splits=splits,
+            merge=merge,
         )
 
     _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
@@ -150,21 +167,44 @@ def _launch_partials(outs, q, kv, indices, scale, num_splits, lengths, extra_kv,
     )
 
 
-# Attention over FP8 pages: the attended rows are decoded to bf16, a chunk of tokens at a time.
+# Attention over FP8 pages: decoded inside the attention, whatever the number of tokens. Pages that 16-byte loads cannot
+# read: the attended rows are decoded to bf16 in front of it, a chunk of tokens at a time.
 def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
     lengths, extra_pages, extra_indices, extra_lengths, extra_page_size = pools
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
+    data = page_bytes(pages, page_size)
+    extra = None if extra_pages is None else page_bytes(extra_pages, extra_page_size)
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
+        if attention.pages_aligned(data) and (extra is None or attention.pages_aligned(extra)):
+            attention.launch_paged(
+                q,
+                data,
+                page_size,
+                indices,
+                sink,
+                scale,
+                to,
+                lengths=lengths,
+                extra_pages=extra,
+                extra_indices=extra_indices,
+                extra_lengths=extra_lengths,
+                extra_page_size=extra_page_size,
+                splits=splits,
+                merge=merge,
+            )
+            return
         from ..triton.paged import decoded_chunks
 
         chunks = decoded_chunks(
             q, pages, page_size, indices, lengths, extra_pages, extra_indices, extra_lengths, extra_page_size
         )
         for token0, _, rows, lists in chunks:
-            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0, pdl=True)
+            attention.launch_gathered(
+                q, rows, lists, sink, scale, to, splits=splits, merge=merge, token0=token0, pdl=True
+            )
 
-    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
+    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=False)
 
 
 def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):
@@ -201,10 +241,10 @@ def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
     if mask is None and causal and window > 0:
         keys = min(keys, window)
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int) -> None:
-        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits)
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
+        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits, merge=merge)
 
-    _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device)
+    _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device, cut=mask is None)
 
 
 def _minimum_rows(mask, sink) -> str | None:

@@ -51,6 +51,19 @@ def quant_mode(scale_rule: str | None, pack_scales: bool = False) -> int:
 
 
 @triton.jit
+def load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF: tl.constexpr):
+    """cos and sin of rows, [R, HALF] uint64 with one in each half; arguments as of :func:`inverse_rope_rows`.
+
+    One word for both: tables change their layout through shared memory, and the second load would wait for the first
+    to have done so.
+    """
+    pair = tl.arange(0, HALF)
+    cos = load_fp32(tl.load(cos_ptr + table_offsets[0][:, None] + pair[None, :] * cos_stride))
+    sin = load_fp32(tl.load(sin_ptr + table_offsets[1][:, None] + pair[None, :] * sin_stride))
+    return (cos.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | sin.to(tl.uint32, bitcast=True).to(tl.uint64)
+
+
+@triton.jit
 def inverse_rope_rows(
     x,
     cos_ptr,
@@ -63,22 +76,26 @@ def inverse_rope_rows(
     WIDTH: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
+    tables=None,
 ):
     """Undo rotary embedding on the last 2*HALF of D channels, interleaved pairs: e*cos + o*sin, o*cos - e*sin.
 
     x [ROWS, WIDTH] fp32. table_offsets: ([R], [R]) integer pair, element offsets of each row's first cos and sin entry,
     with R = ROWS or 1 (one position for all rows: the tables are then read once). Every offset must be readable: clamp
     those of masked rows. cos_stride, sin_stride: elements between neighbouring pairs of a table row. Channels below
-    D - 2*HALF pass unchanged, and nothing is read for them.
+    D - 2*HALF pass unchanged, and nothing is read for them. tables: what load_tables gave, if that was called earlier
+    so that the wait for it overlaps with others; used where WIDTH and D are multiples of 2*HALF.
     """
     if WIDTH % (2 * HALF) == 0 and D % (2 * HALF) == 0:
         # Chunks as wide as the table: a thread then holds the few table entries of its own columns instead of one per
         # column of the whole row, and the compiler sees which of its registers can belong to the rotated chunk. On the
         # attention tile (64 x 512) that decides between no spill and a hundred bytes.
         CHUNKS: tl.constexpr = WIDTH // (2 * HALF)
-        pair = tl.arange(0, HALF)
-        cos = load_fp32(tl.load(cos_ptr + table_offsets[0][:, None] + pair[None, :] * cos_stride))[:, None, :]
-        sin = load_fp32(tl.load(sin_ptr + table_offsets[1][:, None] + pair[None, :] * sin_stride))[:, None, :]
+        if tables is None:
+            tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
+        both = tables[:, None, :]
+        cos = (both >> 32).to(tl.uint32).to(tl.float32, bitcast=True)
+        sin = both.to(tl.uint32).to(tl.float32, bitcast=True)
         rotated = (d0 // (2 * HALF) + tl.arange(0, CHUNKS) == D // (2 * HALF) - 1)[None, :, None]
         even, odd = tl.split(tl.reshape(x, [ROWS, CHUNKS, HALF, 2]))
     else:
@@ -90,8 +107,9 @@ def inverse_rope_rows(
         sin = load_fp32(sin)
         even, odd = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
     # Selected, not multiplied by 1 and 0: an infinity below the rotated channels must not make its neighbour a NaN.
-    rotated_even = tl.where(rotated, even * cos + odd * sin, even)
-    rotated_odd = tl.where(rotated, odd * cos - even * sin, odd)
+    # Which product is rounded is written down: left to the compiler it depends on the tile.
+    rotated_even = tl.where(rotated, tl.fma(even, cos, odd * sin), even)
+    rotated_odd = tl.where(rotated, tl.fma(odd, cos, -(even * sin)), odd)
     return tl.reshape(tl.join(rotated_even, rotated_odd), [ROWS, WIDTH])
 
 
@@ -181,7 +199,8 @@ def store_scales(
     tl.store(address, value, mask=row_mask[:, None])
     last = (row_mask & (token == num_tokens - 1))[:, None]
     for column in tl.static_range(1, 4):
-        padding = last & (num_tokens - 1 + column < columns)
+        # From the rows' own tokens: Triton 3.9's interpreter makes int32 of a block of booleans "and" a scalar one.
+        padding = last & (token[:, None] + column < columns)
         tl.store(address + column * step, tl.zeros_like(value), mask=padding)
 
 
@@ -228,6 +247,7 @@ def finish_rows(
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
     NATIVE: tl.constexpr,
+    tables=None,
 ):
     """The whole epilogue of one tile: inverse RoPE if HALF > 0, then codes and scales (QUANT > 0) or rows in out's
     dtype.
@@ -239,9 +259,13 @@ def finish_rows(
     """
     if HALF > 0:
         if WIDTH == D:
-            x = inverse_rope_rows(x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF)
+            x = inverse_rope_rows(
+                x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF, tables
+            )
         elif d0 + WIDTH > D - 2 * HALF:  # other slices of the row have nothing to rotate
-            x = inverse_rope_rows(x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF)
+            x = inverse_rope_rows(
+                x, cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, d0, ROWS, WIDTH, D, HALF, tables
+            )
     if QUANT == QUANT_NONE:
         store_rows(x, out_ptr, token, head, row_mask, num_tokens, d0, WIDTH, D, HPG)
     else:

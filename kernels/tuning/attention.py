@@ -77,12 +77,76 @@ def num_splits(tokens: int, head_blocks: int, tiles: int, sm_count: int) -> int:
     return max(1, min(sm_count // programs, tiles, MAX_SPLITS))
 
 
-# Hopper: rows (tokens x heads) of a split call between which the next kernel must not be let in before the attention is
+@dataclass(frozen=True)
+class Plan:
+    """Which rows (tokens x blocks of 64 heads) of a Hopper attention are cut into shares of their keys.
+
+    The first `whole` rows are not. With none whole, a kernel behind the attention merges the shares; with some, the cut
+    rows are those of the last wave, and the attention merges them itself.
+    """
+
+    whole: int
+    splits: int
+
+
+# Hopper, microseconds, all from measured chains on an H200.
+TILE_US = 1.75  # of a share: one tile of 64 keys
+# Of one share more in the merge behind the attention, by tokens x heads; in proportion above the last. That 64 rows
+# cost more than 128 is no misprint: 5 shares were 2.6 us faster than 10 there.
+SHARE_US = ((64, 0.87), (128, 0.16), (256, 0.3), (512, 0.25))
+SHARE_US_PER_ROW = 0.25 / 240
+# Of the form of the kernel that merges itself: to merge at all (1.5 of it an estimate: a launch clears the flags),
+# per share beyond the first, and per whole wave before.
+MERGE_US, TAKE_IN_US, WAVE_US = 9.0, 1.4, 1.0
+
+
+def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool) -> Plan:
+    """How rows with ``tiles`` tiles of keys each share the multiprocessors; no share is empty.
+
+    Up to one wave: all rows (tokens x blocks of 64 heads) are cut into the number of shares that is expected to be
+    fastest. More: the rows of the last wave are, if `cut` allows it, there is room for two shares of each, and that is
+    expected to be faster.
+    """
+    rows = tokens * -(-heads // 64)
+    if rows <= sm_count:
+        per_share = next((us for limit, us in SHARE_US if tokens * heads <= limit), tokens * heads * SHARE_US_PER_ROW)
+
+        def cost(splits: int) -> float:
+            return -(-tiles // splits) * TILE_US + (splits * per_share if splits > 1 else 0.0)
+
+        splits = min(range(1, max(1, min(tiles, sm_count // rows)) + 1), key=cost)
+        return Plan(0, -(-tiles // -(-tiles // splits)))
+    left = rows % sm_count
+    if not cut or not left:
+        return Plan(rows, 1)
+
+    def cost_of_cut(splits: int) -> float:
+        merging = MERGE_US + (splits - 1) * TAKE_IN_US + rows // sm_count * WAVE_US
+        return -(-tiles // splits) * TILE_US + (merging if splits > 1 else 0.0)
+
+    splits = min(range(1, max(1, min(tiles, sm_count // left)) + 1), key=cost_of_cut)
+    splits = -(-tiles // -(-tiles // splits))
+    return Plan(rows - left, splits) if splits > 1 else Plan(rows, 1)
+
+
+# Hopper: from this many rows (tokens x heads) on, the kernel behind a split attention must not be let in before that is
 # done: its waiting programs fill the multiprocessors that the attention leaves free, and what follows starts late.
-# Measured on an H200 at 128 heads: 1 us lost at 8 tokens, nothing either way at 4 and 16, up to 2 us won elsewhere.
-LATE_RELEASE = (512, 1024)
+# Measured on an H200 at 128 heads: 0.4 us lost at 4 tokens, 2 at 8 and at 16, 1 at 32 (there by a merge without
+# dependent launch); up to 2 us won below.
+LATE_RELEASE = 512
 
 
 def release_early(rows: int, splits: int) -> bool:
     """Whether the kernel behind the Hopper attention may be launched while that still runs."""
-    return splits == 1 or not LATE_RELEASE[0] <= rows <= LATE_RELEASE[1]
+    return splits == 1 or rows < LATE_RELEASE
+
+
+# Hopper: (tokens x heads from, at most so many shares, rows per program, warps) of the merge that takes several rows
+# per program; elsewhere every row has a program of its own, which was as fast or faster there.
+MERGE_ROWS = (2048, 4, 4, 4)
+
+
+def merge_tiling(rows: int, splits: int) -> tuple[int, int] | None:
+    """(rows per program, warps) of the merge behind a split Hopper attention, or None for a program per row."""
+    least, most, per_program, warps = MERGE_ROWS
+    return (per_program, warps) if rows >= least and splits <= most else None

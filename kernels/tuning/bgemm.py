@@ -100,11 +100,11 @@ def _row(
 
 @dataclass(frozen=True)
 class Form:
-    """Tile of the warp-specialised Hopper kernel: 16, 32 (swap) or 64, 128, 256 tokens x 64 or 128 weight rows.
+    """Tile of the warp-specialised Hopper kernels: 16, 32 (swap) or 64, 128, 256 tokens x 64 or 128 weight rows.
 
     Stages of `blocks` blocks of K; shared memory holds stages * blocks * (tokens * 132 + weight_rows * 128) bytes and
-    16 KiB more, of 227 KiB. Tiles of 64 weight rows take at most 64 tokens and an even `blocks`. `ordered`: the two
-    warpgroups' products take turns (128 and 256 tokens).
+    16 KiB more (`overlapped`: 32 KiB), of 227 KiB. Tiles of 64 weight rows take at most 64 tokens and an even `blocks`.
+    `overlapped`: the kernel of bgemm_overlapped.py, tiles of 128 x 128 with one block per stage only.
     """
 
     tokens: int
@@ -112,7 +112,7 @@ class Form:
     stages: int
     blocks: int
     swap: bool = False
-    ordered: bool = False
+    overlapped: bool = False
 
 
 # Few tokens: the weight's stream is the limit. (tokens up to, wide form, form for at most NARROW_ROWS weight rows)
@@ -121,12 +121,14 @@ HOPPER_STREAMING: list[tuple[int, Form, Form]] = [
     (32, Form(32, 128, 5, 2, swap=True), Form(32, 128, 5, 2, swap=True)),
     (64, Form(64, 128, 4, 2), Form(64, 64, 5, 2)),
 ]
-# More tokens: microseconds of one wave of tiles at K = 4096 on an H200 whose weights are in L2.
-HOPPER_WAVES: list[tuple[Form, float]] = [
-    (Form(64, 128, 4, 2), 12.5),
-    (Form(128, 128, 6, 1, ordered=True), 18.0),
-    (Form(256, 128, 4, 1, ordered=True), 26.0),
+# More tokens: microseconds before the first wave of tiles and per wave, at K = 4096 on an H200.
+HOPPER_WAVES: list[tuple[Form, float, float]] = [
+    (Form(64, 128, 4, 2), 0.0, 12.5),
+    (Form(128, 128, 5, 1, overlapped=True), 4.5, 13.6),
+    (Form(256, 128, 4, 1), 2.0, 29.0),
 ]
+# Fewest tokens at which DeepGEMM is used where it is installed and asked for (gluon/deepgemm.py).
+DEEPGEMM_TOKENS = 192
 
 
 def hopper_form(tokens: int, weight_rows: int, sm_count: int) -> Form:
@@ -135,8 +137,8 @@ def hopper_form(tokens: int, weight_rows: int, sm_count: int) -> Form:
         if tokens <= limit:
             return narrow if weight_rows <= NARROW_ROWS else wide
 
-    def cost(form: Form, wave: float) -> float:
+    def cost(form: Form, first: float, wave: float) -> float:
         tiles = weight_rows // form.weight_rows * -(-tokens // form.tokens)
-        return -(-tiles // sm_count) * wave
+        return first + -(-tiles // sm_count) * wave
 
     return min(HOPPER_WAVES, key=lambda row: cost(*row))[0]

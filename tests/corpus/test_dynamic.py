@@ -23,6 +23,7 @@ import fusion_pass
 from fusion_pass import Config
 from fusion_pass.advice import advice
 
+SINCE_2_15 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 TOKENS = 11         # a number that nothing else in a case has
 # These run a Python loop over tokens (or compute counts from them in Python), so a graph holds for one count only.
 SPECIALISED = {
@@ -184,9 +185,10 @@ def test_one_compilation_and_no_added_guards(fn, roles):
                 inputs = inputs_for(tokens)
                 assert difference([compiled(*marked(inputs))], [fn(*fresh(inputs))]) < 2e-2
             guards[backend] = guards_of(fn)
-            assert len(guards[backend]) == 1
+            # AOTAutograd of torch 2.15 itself compiles the two tokens of the quantised one anew, with any backend.
+            assert len(guards[backend]) == 1 or SINCE_2_15 and len(guards[backend]) == len(guards["aot_eager"]) == 2
             compiled(*inputs_for(1))
-            assert len(guards_of(fn)) <= 2
+            assert len(guards_of(fn)) <= len(guards[backend]) + 1
         reports = fusion_pass.reports()[before:]
         if backend == "fusion_pass":
             assert reports and all([c.roles for c in r.fused] == [roles] for r in reports), reports
@@ -212,7 +214,8 @@ def quantised_by_module_constant(q, kv, sink, freqs, weight):
 
 
 def test_a_module_constant_that_dynamo_made_an_input_is_named():
-    """Under dynamic=True a global float is an input that the next call may change: refused, with the way out."""
+    """Under dynamic=True a global float is an input that the next call may change: refused, with the way out. Torch
+    2.15 makes no inputs of them; there it is the sizes, all of them symbols, that the chain does not hold for."""
     for dynamic, fused in ((True, 0), (None, 1)):
         torch._dynamo.reset()
         before = len(fusion_pass.reports())
@@ -223,5 +226,8 @@ def test_a_module_constant_that_dynamo_made_an_input_is_named():
         report, = fusion_pass.reports()[before:]
         assert len(report.fused) == fused, report
         if not fused:
-            assert "makes inputs of Python floats" in report.near_misses[0].reason, report
-            assert "specialize_float" in advice(report.near_misses[0])
+            miss = report.near_misses[0]
+            if SINCE_2_15 and "not for others" in miss.reason:
+                continue
+            assert "makes inputs of Python floats" in miss.reason, report
+            assert "specialize_float" in advice(miss)

@@ -20,7 +20,7 @@ ELSEWHERE = {
     'pip install -e ".[hf]"': "CI installs the test extra, which contains it",
     'pip install -e ".[test]"': ".ci/run",
     'pip install -e ".[bench]"': "tests/test_packaging.py reads the extras",
-    "python -m fusion_pass demo": "tests/cli/test_cli.py",
+    "python -m fusion_pass demo": "tests/cli/test_demo.py",
     "python -m pytest": ".ci/run",
     "python -m pytest -s tests/models/test_transformers.py -k no_worse": ".ci/run, as part of the suite",
     "python -m benchmarks all": "needs a GPU",

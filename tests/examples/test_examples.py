@@ -68,6 +68,9 @@ def test_transformers_fp8(example):
     with torch.no_grad():
         report = fusion_pass.explain(model)(*args, **kwargs)
     assert [chain.roles for chain in report.fused] == [("fmha", "inverse_rope", "fp8_quant", "bgemm")] * 3, report
+    (graph,) = report.details
+    for part, (flops, traffic) in graph.shares_outside().items():
+        assert 0.005 < flops < 0.6 and 0.001 < traffic < 0.9, f"{part}: real modules are told apart"
 
 
 def test_every_example_is_run_by_a_test():

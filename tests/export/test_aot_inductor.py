@@ -129,7 +129,10 @@ def assert_same(found, wanted):
 
 
 def test_every_op_is_saved_and_loaded():
-    module, tensors = every_call()
+    from torch._export.serde import serialize
+
+    e8m0 = torch.float8_e8m0fnu             # torch 2.11 cannot save tensors of it
+    module, tensors = every_call(None if e8m0 in serialize._TORCH_TO_SERIALIZE_DTYPE else e8m0)
     with torch.no_grad():
         program = torch.export.export(module, tensors)
         file = io.BytesIO()

@@ -29,10 +29,10 @@ from fusion_pass.kernels.triton.attention_launch import Keys, attend, rope_quant
 from fusion_pass.kernels.tuning.attention import TILES, architecture
 from op_cases import Maker
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-BIN = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
 # Compute capability -> shared memory one program may use, bytes.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376, 121: 101376}
 SM_COUNT = 132
@@ -94,7 +94,7 @@ def offline_gpu(capability: int, launched: list):
 def resources(compiled, capability: int) -> dict:
     """What ptxas -v says about a compiled kernel, and the instructions that matter."""
     ptx = compiled.asm["ptx"]
-    ptxas = os.path.join(BIN, "ptxas-blackwell" if capability >= 100 else "ptxas")
+    ptxas = get_ptxas(capability).path  # Triton's own choice: which of its two reads the PTX depends on its version
     target = re.search(r"^\.target (\w+)", ptx, re.M).group(1)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.ptx")

@@ -10,10 +10,11 @@ from test_gpu import SCALE, outputs, sampled, two_pools
 pytest.importorskip("triton")
 
 from fusion_pass.kernels import reference  # noqa: E402
+from fusion_pass.kernels.reference.paged import decode_pages  # noqa: E402
 from fusion_pass.kernels.tuning import bgemm as tuning  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-FORMS = [row[i] for row in tuning.HOPPER_STREAMING for i in (1, 2)] + [form for form, _ in tuning.HOPPER_WAVES]
+FORMS = [row[i] for row in tuning.HOPPER_STREAMING for i in (1, 2)] + [form for form, *_ in tuning.HOPPER_WAVES]
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,91 @@ def test_attention(tokens, heads):
         assert torch.isfinite(values).all() and relative_error(values[:, pick], rotated) < 0.04
 
 
+def paged_pools(m, tokens, heads, sizes, paddings, count=40):
+    """q, sink, rope and two caches whose first row and second page are NaN and unlisted; as the ops take them, and the
+    same as bf16 pools for the gathered ops."""
+    pools, caches = [], []
+    for size, padding, columns in zip(sizes, paddings, (128, 700)):
+        data = m.pages(count * 64 // size, size, padding)
+        data[0, :576], data[1] = 0xFF, 0xFF
+        data[0, size * 576 : size * 576 + 8] = 0xFF
+        indices = m.integers(-1, len(data) * size + 3, (tokens, columns))
+        indices[(indices == 0) | (indices // size == 1)] = -1
+        lengths = m.integers(0, columns + 1, (tokens,))
+        indices[0] = -1
+        if tokens > 2:
+            indices[2, :64], lengths[1] = -1, 0
+        caches.append((data, indices, lengths, size))
+        pools.append((decode_pages(data, size, torch.bfloat16), indices, lengths))
+    q, sink = m.normal(tokens, heads, 512), m.normal(heads, dtype=torch.float32)
+    return q, sink, m.rope(tokens), caches, pools
+
+
+@pytest.mark.parametrize(
+    ("sizes", "paddings"), [((64, 64), (64, 0)), ((64, 2), (64, 48)), ((64, 8), (64, 40))], ids=str
+)
+@pytest.mark.parametrize("heads", [128, 64])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 33, 66, 140, 300])
+def test_pages(monkeypatch, tokens, heads, sizes, paddings):
+    """Both caches, ragged lists and lengths, against the same keys as bf16 pools: the kernel that decodes them itself
+    gives the same bits. The last case is not aligned and is decoded in front of the attention."""
+    from fusion_pass.kernels.gluon import attention, launchers
+
+    # Where the rows of a last wave are cut, the sums of bf16 rows and of pages may be cut differently.
+    plan = attention.plan
+    monkeypatch.setattr(attention, "plan", lambda *args: plan(*args[:4], cut=False))
+    q, sink, rope, ((a, i, n, size), (b, j, k, more)), (first, second) = paged_pools(
+        Maker("cuda", torch.bfloat16), tokens, heads, sizes, paddings
+    )
+    aligned = attention.pages_aligned(a) and attention.pages_aligned(b)
+    assert aligned == (paddings != (64, 40))
+    pools, groups = (n, b, j, k, more), heads // 8
+    for name, paged, gathered, extra in (
+        ("", launchers._launch_paged, launchers._launch_gathered, (SCALE,)),
+        ("_rope", launchers._launch_paged_rope, launchers._launch_gathered_rope, (*rope, SCALE, groups)),
+        ("_rope_quant", launchers._launch_paged_quant, launchers._launch_gathered_quant, (*rope, SCALE, groups)),
+    ):
+        rule = (128, "ue8m0", 1e-10, True) if "quant" in name else ()
+        args, got = outputs(f"attention_paged_fp8{name}", (q, a, i, sink, *extra, size, *rule, *pools))
+        paged(got, *args)
+        args, want = outputs(f"attention_gathered{name}", (q, *first[:2], sink, *extra, *rule, first[2], *second))
+        gathered(want, *args)
+        for x, y in zip(got, want, strict=True):
+            if aligned:
+                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), name
+        if "quant" in name:
+            got, want = [reference.dequantise(*got)], [reference.dequantise(*want)]
+        assert torch.isfinite(got[0]).all() and relative_error(got[0], want[0]) < (0.03 if "quant" in name else 4e-3)
+
+
+def test_decoded_values():
+    """Every code under exponents over the whole range: with one key per token the output is the decoded row."""
+    from fusion_pass.kernels.gluon import launchers
+
+    m = Maker("cuda", torch.bfloat16)
+    data = m.pages(16, 64, 64)
+    values = data[:, : 64 * 576].view(16, 64, 576)
+    values[..., :448] = torch.arange(448, device="cuda").remainder(256).to(torch.uint8)
+    nan = (values[..., :448] & 0x7F) == 0x7F
+    values[..., :448][nan] = 0x7E
+    exponents = torch.arange(16 * 64, device="cuda").remainder(247).to(torch.uint8)
+    data[:, 64 * 576 : 64 * 584] = exponents.view(16, 64, 1).expand(16, 64, 8).reshape(16, 512)
+    tokens = 16 * 64
+    indices = torch.full((tokens, 128), -1, dtype=torch.int32, device="cuda")
+    indices[torch.arange(tokens), torch.arange(tokens) % 128] = torch.arange(tokens, dtype=torch.int32, device="cuda")
+    q = torch.zeros(tokens, 64, 512, dtype=torch.bfloat16, device="cuda")
+    args, (got,) = outputs("attention_paged_fp8", (q, data, indices, None, SCALE, 64))
+    launchers._launch_paged((got,), *args)
+    rows = decode_pages(data, 64, torch.bfloat16)
+    # the tensor cores' sums lose the sign of zero and, below bf16's normal range, the value
+    normal = rows.abs() >= torch.finfo(torch.bfloat16).tiny
+    assert torch.equal(got[:, 0][normal], rows[normal])
+    assert (got[:, 0][~normal].abs() <= torch.finfo(torch.bfloat16).tiny).all()
+    values[5, 7, 300] = 0x7F  # a NaN code is NaN
+    launchers._launch_paged((got,), *args)
+    assert torch.isnan(got[5 * 64 + 7]).all() and torch.isfinite(got[: 5 * 64 + 7]).all()
+
+
 @pytest.mark.parametrize(("packed", "stored"), [(False, "fp32"), (True, "e8m0"), (False, "bytes")])
 @pytest.mark.parametrize("groups", [16, 8])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 33, 64, 65, 128, 129, 300, 1030])
@@ -67,34 +153,35 @@ def test_product(tokens, groups, packed, stored):
 
 @pytest.mark.parametrize("form", dict.fromkeys(FORMS), ids=str)
 def test_forms(form):
-    """Every form at token counts that fill, cut and exceed its tiles, products ordered or not."""
-    from dataclasses import replace
-
+    """Every form at token counts that fill, cut and exceed its tiles, and where K is no multiple of its unrolled loop's
+    turn of eight blocks."""
     from fusion_pass.kernels.gluon import bgemm
 
     for tokens in sorted({1, form.tokens - 1, form.tokens, form.tokens + 1, 300}):
-        case = Maker("cuda").bgemm(8, tokens, 1024, 4096)
-        want = reference.fp8_bgemm(*case, out_dtype=torch.float64)
-        for ordered in {form.ordered, False}:
-            out = torch.full((tokens, 8, 1024), float("nan"), dtype=torch.bfloat16, device="cuda")
-            bgemm.launch(*case, out, form=replace(form, ordered=ordered))
-            assert relative_error(out, want) < 3e-3, (tokens, ordered)
+        for width in (4096, 1536):
+            codes, scales, *weight = Maker("cuda").bgemm(8, tokens, 1024, width)
+            case = (codes, scales / 8, *weight)  # within the range of float16
+            want = reference.fp8_bgemm(*case, out_dtype=torch.float64)
+            for dtype in (torch.bfloat16, torch.float16):
+                out = torch.full((tokens, 8, 1024), float("nan"), dtype=dtype, device="cuda")
+                bgemm.launch(*case, out, form=form)
+                assert relative_error(out, want) < 3e-3, (tokens, width, dtype)
 
 
-@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("padding", [None, 40, 64], ids=["rows", "pages decoded first", "pages"])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 33, 64])
-def test_early_launches(tokens, paged):
+def test_early_launches(tokens, padding):
     """Two layers in one CUDA graph, replayed back to back: every kernel waits for what it reads, and none overwrites
     what a kernel before it still reads."""
     ops, m = torch.ops.fusion_pass, Maker("cuda", torch.bfloat16)
     first, second, rope = two_pools(tokens, 128)
     weights = [Maker("cuda", seed=s).bgemm(16, 1, 1024, 4096)[2:] for s in (1, 2)]
     sizes = (SCALE, 16)
-    if paged:
-        cache, columns = m.pages(64, 64), m.integers(-1, 4096, (tokens, 1152))
+    if padding is not None:  # 40 bytes behind each page: not aligned
+        cache, columns = m.pages(64, 64, padding), m.integers(-1, 4096, (tokens, 1152))
 
     def layer(q, weight):
-        if paged:
+        if padding is not None:
             codes, scales = ops.attention_paged_fp8_rope_quant(q, cache, columns, first[3], *rope, *sizes, 64)
         else:
             more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
@@ -120,3 +207,77 @@ def test_early_launches(tokens, paged):
             graph.replay()
             graph.replay()
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "heads", "splits"), [
+    (1, 128, 18), (3, 128, 7), (8, 128, 6), (16, 128, 4), (33, 128, 2), (60, 64, 2), (40, 16, 3),
+    (67, 128, 18), (70, 128, 4), (90, 128, 2), (140, 64, 6), (270, 64, 20),
+])  # fmt: skip
+def test_shares(monkeypatch, tokens, heads, splits):
+    """Shares of an odd number of tiles, of few and of no keys (lengths), merged behind the kernel or, where only the
+    last wave's rows are cut, inside; twice the same bits."""
+    from fusion_pass.kernels.gluon import launchers
+
+    tuned = launchers.attention.tuning_data
+    rows = tokens * -(-heads // 64)
+    monkeypatch.setattr(tuned, "hopper_plan", lambda *_: tuned.Plan(rows - rows % 132 if rows > 132 else 0, splits))
+    first, second, rope = two_pools(tokens, heads)
+    q, kv, indices, sink = first
+    want = gathered_formula(q, kv, indices, sink, SCALE, None, second[1], second[2], second[3])
+    groups = max(1, heads // 8)
+    for op, launch, more, expected in (
+        ("attention_gathered", launchers._launch_gathered, (), want),
+        ("attention_gathered_rope", launchers._launch_gathered_rope, (*rope,), rope_formula(want, *rope, groups)),
+    ):
+        call = (*first, *more, SCALE, *((groups,) if more else ()), *second)
+        results = []
+        for _ in range(2):
+            args, outs = outputs(op, call)
+            launch(outs, *args)
+            results.append(outs[0])
+        assert torch.isfinite(results[0]).all() and relative_error(results[0], expected) < 4e-3
+        assert torch.equal(*results)
+    quant = (SCALE, groups, 128, "ue8m0", 1e-10, True)
+    args, outs = outputs("attention_gathered_rope_quant", (*first, *rope, *quant, *second))
+    launchers._launch_gathered_quant(outs, *args)
+    assert relative_error(reference.dequantise(*outs), rope_formula(want, *rope, groups)) < 0.04
+
+
+def test_merged_shares_on_several_streams_and_graphs():
+    """Calls of two streams and two graphs at the same time: none takes another's flag for its own."""
+    from fusion_pass.kernels.gluon import attention
+
+    tokens = 70
+    chosen = attention.plan(tokens, 128, 1152, 132)
+    assert chosen.whole and chosen.splits > 1, "this case is meant for shares merged by the kernel"
+    ops, inputs = torch.ops.fusion_pass, []
+    for _ in range(4):
+        first, second, rope = two_pools(tokens, 128)
+        more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
+        inputs.append((first, rope, more))
+
+    def call(which):
+        first, rope, more = inputs[which]
+        return ops.attention_gathered_rope_quant(*first, *rope, SCALE, 16, **more)
+
+    want = [call(i) for i in range(4)]
+    torch.cuda.synchronize()
+    streams, graphs, captured = [torch.cuda.Stream() for _ in range(4)], [], []
+    for i in (2, 3):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            captured.append(call(i))
+    for _ in range(20):
+        for out in captured:
+            out[0].view(torch.uint8).fill_(255)
+        torch.cuda.synchronize()
+        eager = []
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i < 2:
+                    eager.append(call(i))
+                else:
+                    graphs[i - 2].replay()
+        torch.cuda.synchronize()
+        for got, (codes, scales) in zip(eager + captured, want, strict=True):
+            assert torch.equal(got[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(got[1], scales)

@@ -112,11 +112,14 @@ def test_deepgemm_is_used_only_when_asked_for(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "tokens, heads, keys", [(1, 128, 1152), (8, 128, 1152), (32, 128, 1152), (64, 128, 1152), (3, 8, 1)]
+    "tokens, heads, keys",
+    [(1, 128, 1152), (8, 128, 1152), (32, 128, 1152), (64, 128, 1152), (3, 8, 1), (70, 128, 1152), (1024, 128, 1152)],
 )
 def test_splits_fill_the_gpu_without_empty_shares(tokens, heads, keys):
-    splits = hopper.choose_splits(tokens, heads, keys, 132)
-    pairs = -(-keys // 128)
-    share = -(-pairs // splits)
-    assert splits == 1 or tokens * -(-heads // 64) * splits <= 132
-    assert (splits - 1) * share < pairs
+    chosen = hopper.plan(tokens, heads, keys, 132)
+    tiles, rows = -(-keys // 64), tokens * -(-heads // 64)
+    assert chosen.splits == 1 or (rows - chosen.whole) * chosen.splits <= 132
+    assert (chosen.splits - 1) * -(-tiles // chosen.splits) < tiles
+    # a share's CTA may wait for CTAs of smaller numbers only
+    assert chosen.whole in (0, rows) or chosen.whole % 132 == 0
+    assert hopper.plan(tokens, heads, keys, 132, cut=False).whole in (0, rows)

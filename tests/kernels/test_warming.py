@@ -60,7 +60,7 @@ def test_every_call_is_valid(kv, quant, pack):
     """The calls run (on the CPU's reference), at every kind of token count, and no call repeats another."""
     chain = warm_up.Chain(heads=8, groups=2, rank=128, max_tokens=3, max_keys=70, kv=(kv,), quant=quant,
                           pack_scales=pack, capacities=((5, 0), (5, 7)), masks=warm_up.MASKS, partials=(2, 3),
-                          page_size=4, window=16)
+                          page_size=4, extra_page_sizes=(2, 4), window=16)
     seen = set()
     for op, args, more in warm_up.calls(chain, torch.device("cpu"), 2):
         for value in args:
@@ -98,7 +98,8 @@ def test_nothing_compiles_after_it(kv, quant, masks):
     sizes = {"heads": 128, "groups": 16, "kv": (kv,), "quant": quant, "masks": masks, "lengths": (True,)}
     sizes |= {"max_tokens": 300, "max_keys": 640}
     done = fusion_pass.warmup(**sizes)
-    assert done.calls > 300 and sum(done.compiled.values()) >= 2 and not done.refused, str(done)
+    # What an earlier case of this process compiled is not compiled again.
+    assert done.calls > 300 and sum(done.compiled.values()) >= 1 and not done.refused, str(done)
     device = torch.device("cuda")
     make = warm_up._Operands(done.chain, device)
     weight = factors = None
