@@ -107,6 +107,8 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
         for user in node.users:
             if user in anchors or user.meta.get(WRITTEN_OUT) or is_metadata_check(user):
                 continue
+            if user.target is aten.mul.Tensor and _only_summed(user, anchors):
+                continue            # a contraction that is written as the sum of a product
             if user.op == "output":
                 return user
             if is_move(user) or is_float_cast(user) or (
@@ -117,6 +119,13 @@ def _foreign_reader(chain: Chain) -> fx.Node | None:
             else:
                 return user
     return None
+
+
+def _only_summed(product: fx.Node, sums: set[fx.Node]) -> bool:
+    """Is ``product`` read by ``sums`` only (through casts)?"""
+    while len(product.users) == 1 and is_float_cast(next(iter(product.users))):
+        product = next(iter(product.users))
+    return bool(product.users) and all(user in sums for user in product.users)
 
 
 class ChainWriter:

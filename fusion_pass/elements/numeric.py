@@ -26,6 +26,7 @@ from .sizes import Sizes
 aten = torch.ops.aten
 Leaf = Callable[[torch.Tensor], torch.Tensor]
 MAX_ELEMENTS = 1 << 22
+UNTAGGED_POINTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar}
 EIGHT_BIT = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -106,7 +107,7 @@ class Numeric:
         found = contraction(node, self.sizes)
         if found is not None:
             return self._contract(found, index)
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in UNTAGGED_POINTWISE:
             return self._pointwise(node, index)
         raise Unevaluated(node, f"{node.target} has no element rule")
 

@@ -29,6 +29,9 @@ class Sizes:
     def __init__(self, assignment: dict[sympy.Symbol, int] | None = None):
         self.assignment = dict(assignment or {})
         self.seen: set[fx.Node] = set()     # nodes that an engine has looked at, see recognise/coverage.py
+        self.loads_move = True              # rolls, and loads by indices made from nothing (loads.py), are moves
+        self.from_nothing: dict[fx.Node, bool] = {}                 # answers of constants.py
+        self.are_signs: dict[fx.Node, torch.Tensor | None] = {}
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
         self._numbers: dict[sympy.Expr, int | float] = {}
 

@@ -64,7 +64,7 @@ def layout_step(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[str, Step]:
     dim = draw(st.integers(0, rank - 1))
     size = shape[dim]
     kinds = ["transpose", "flip", "unsqueeze", "flatten", "slice", "roll", "repeat", "cat", "pad", "scatter", "expand",
-             "stack", "clone", "split", "tril"]
+             "stack", "clone", "split", "tril", "torch_roll", "pick", "select_rows", "take", "put", "copy", "diagonal"]
     kinds += ["select"] if rank > 1 else []
     kinds += ["unflatten"] if size % 2 == 0 and size else []
     kind = draw(st.sampled_from(kinds))
@@ -82,8 +82,23 @@ def layout_step(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[str, Step]:
         "expand": lambda x: x.unsqueeze(0).expand(2, *x.shape), "stack": lambda x: torch.stack([x, -x], dim),
         "select": lambda x: x.select(dim, start), "unflatten": lambda x: x.unflatten(dim, (2, size // 2)),
         "split": lambda x: x.split(max(1, size // 2), dim)[0], "tril": lambda x: x if rank < 2 else x.tril(1 - start),
+        "torch_roll": lambda x: x.roll(start + 1, dim), "diagonal": lambda x: torch.diag_embed(x, 1 - start),
+        "pick": lambda x: x[(slice(None),) * dim + ((torch.arange(size) * step + start) % size,)],
+        "select_rows": lambda x: x.index_select(dim, (size - 1 - torch.arange(size)) // step),
+        "take": lambda x: torch.take_along_dim(x, (torch.arange(size).view(
+            [-1 if d == dim else 1 for d in range(rank)]).expand_as(x) + start) % size, dim),
+        "put": lambda x: _put(x, dim, torch.arange(start, size, step)),
+        "copy": lambda x: x.index_copy(dim, torch.arange(start, size, step), x.flip(dim).narrow(
+            dim, 0, len(range(start, size, step)))),
     }
     return f"{kind}({dim},{other},{start},{step})", steps[kind]
+
+
+def _put(x: torch.Tensor, dim: int, at: torch.Tensor) -> torch.Tensor:
+    where = (slice(None),) * dim + (at,)
+    x = x.clone()
+    x[where] = x.flip(dim)[where]
+    return x
 
 
 @st.composite
@@ -101,6 +116,10 @@ def value_step(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[str, Step]:
         "cumsum": lambda x: x.cumsum(dim),
         "max": lambda x: x.max(dim).values, "maximum": lambda x: torch.maximum(x, x.flip(dim)),
         "mask": lambda x: x.masked_fill(x < 0, -1.0), "complex": _complex,
+        "convolution": lambda x: torch.nn.functional.conv1d(
+            x.reshape(1, -1, shape[-1]), torch.arange(1.0, x.numel() // shape[-1] + 1, dtype=x.dtype).reshape(-1, 1, 1),
+            groups=x.numel() // shape[-1]),
+        "eye": lambda x: x.reshape(-1, shape[-1]) @ torch.eye(shape[-1], dtype=x.dtype).roll(1, 0),
     }
     name = draw(st.sampled_from(sorted(kinds)))
     return f"{name}({dim})", kinds[name]
