@@ -24,7 +24,8 @@ _OWN_KERNEL = frozenset({
     "bmm", "mm", "addmm", "baddbmm", "matmul", "einsum", "_scaled_mm", "_grouped_mm", "convolution", "topk", "sort",
     "index_put", "scatter", "scatter_add", "nonzero", "linear", "_scaled_grouped_mm", "cumsum",
 })
-_CONTRACTIONS = frozenset({"bmm", "mm", "addmm", "baddbmm", "matmul", "einsum", "_scaled_mm", "fp8_bgemm"})
+_CONTRACTIONS = frozenset({"bmm", "mm", "addmm", "baddbmm", "matmul", "einsum", "_scaled_mm", "fp8_bgemm",
+                           "convolution"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

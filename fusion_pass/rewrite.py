@@ -21,7 +21,7 @@ from .gate import compile_time_gate
 from .guarded import restore, snapshot
 from .legality import GraphFacts
 from .recognise.chain import find_chains
-from .recognise.chain_types import Chain
+from .recognise.chain_types import Chain, Findings
 from .recognise.context import Context
 from .recognise.declared import PRODUCT, DeclaredOps, Plan
 from .recognise.refusal import Refused, source_line
@@ -69,32 +69,42 @@ def _run(gm: fx.GraphModule, config: Config, plan: Plan,
         declared = DeclaredOps.write_out(gm, config, plan)
         context = Context.of(gm)
         context.fixed = declared.fixed
-        sizes = context.sizes[0]
-        findings = find_chains(context)
-        report.visits = findings.visits + sum(context.counters.values())
-        changed = False
-        if findings.chains:
-            if before_change is not None:
-                before_change()
-            read_sizes_from_inputs(gm.graph)
-            facts = GraphFacts(gm.graph)
-            mutation = facts.mutation()
-            for chain in findings.chains:
-                if mutation is not None:
-                    refusal = Refused(
-                        "bgemm", f"{mutation.name} changes an intermediate value in place: functionalise the graph "
-                        "first (torch.func.functionalize, or make_fx under it)", mutation)
-                    report.near_misses.append(_near_miss(refusal))
-                    continue
-                if _handle(chain, gm, sizes, facts, config, report):
-                    changed = True
-                    _note_numbers(chain, declared, config, report)
+        try:
+            findings = find_chains(context)
+            changed = _replace_all(findings, gm, context, declared, config, report, before_change)
+        finally:
+            context.discard_scratch()
         for refused in findings.refused:
             if not refused.silent:
                 report.near_misses.append(_near_miss(refused))
         settled = declared.settle(changed, plan)
         report.notes += declared.notes()
     return report, settled
+
+
+def _replace_all(findings: Findings, gm: fx.GraphModule, context: Context, declared: DeclaredOps, config: Config,
+                 report: Report, before_change: Callable[[], None] | None) -> bool:
+    """Replace the chains that were found; True when the graph changed."""
+    report.visits = findings.visits + sum(context.counters.values())
+    if not findings.chains:
+        return False
+    if before_change is not None:
+        before_change()
+    read_sizes_from_inputs(gm.graph)
+    facts = GraphFacts(gm.graph)
+    mutation = facts.mutation()
+    changed = False
+    for chain in findings.chains:
+        if mutation is not None:
+            refusal = Refused(
+                "bgemm", f"{mutation.name} changes an intermediate value in place: functionalise the graph "
+                "first (torch.func.functionalize, or make_fx under it)", mutation)
+            report.near_misses.append(_near_miss(refusal))
+            continue
+        if _handle(chain, gm, context.sizes[0], facts, config, report):
+            changed = True
+            _note_numbers(chain, declared, config, report)
+    return changed
 
 
 def _note_numbers(chain: Chain, declared: DeclaredOps, config: Config, report: Report) -> None:

@@ -134,8 +134,10 @@ def _scaled_mm(node: fx.Node, sizes: Sizes) -> Contraction | None:
 def _multiply_sum(node: fx.Node, sizes: Sizes) -> Contraction | None:
     """``(a * b).sum(dim)`` over one dimension, with both factors varying along it."""
     product = args_of(node)[0]
+    sizes.seen.add(product)
     while is_float_cast(product):
         product = args_of(product)[0]
+        sizes.seen.add(product)
     if product.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in args_of(product)):
         return None
     dims = sizes.argument(args_of(node)[1]) if len(args_of(node)) > 1 else None
@@ -160,6 +162,27 @@ def _multiply_sum(node: fx.Node, sizes: Sizes) -> Contraction | None:
     return Contraction(node, lhs, rhs, shape[dim], at(lhs), at(rhs))
 
 
+def _convolution(node: fx.Node, sizes: Sizes) -> Contraction | None:
+    """A convolution whose kernel has one element is a product over the channels of a group."""
+    data, weight, bias, stride, padding, _, transposed, _, groups = args_of(node)[:9]
+    shape = sizes.shape(weight)
+    plain = not transposed and all(s == 1 for s in shape[2:]) and all(
+        sizes.number(s) == 1 for s in stride) and not any(sizes.number(p) for p in padding)
+    if bias is not None or not plain or len(shape) < 3:
+        return None
+    channels, outputs, extent = sizes.shape(data)[1], shape[0], shape[1]
+    places = 1
+    for size in sizes.shape(data)[2:]:
+        places *= size
+    per_group = outputs // int(sizes.number(groups))
+
+    def data_at(i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        group = i // places % outputs // per_group
+        return (i // (places * outputs) * channels + group * extent + j) * places + i % places
+
+    return Contraction(node, data, weight, extent, data_at, lambda i, j: i // places % outputs * extent + j)
+
+
 def _baddbmm(node: fx.Node, sizes: Sizes) -> Contraction:
     addend, lhs, rhs = args_of(node)[:3]
     return _bmm(node, sizes, lhs, rhs, scale=float(sizes.number(kwargs_of(node).get("alpha", 1))),
@@ -179,5 +202,5 @@ _RULES: dict[Any, Callable[[fx.Node, Sizes], Contraction | None]] = {
     aten.mm.dtype: lambda n, s: _mm(n, s, args_of(n)[0], args_of(n)[1]),
     aten.baddbmm.default: _baddbmm, aten.addmm.default: _addmm, aten.linear.default: _linear,
     aten.matmul.default: _matmul, aten.einsum.default: _einsum, aten._scaled_mm.default: _scaled_mm,
-    aten.sum.dim_IntList: _multiply_sum,
+    aten.sum.dim_IntList: _multiply_sum, aten.convolution.default: _convolution,
 }

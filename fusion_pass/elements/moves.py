@@ -260,6 +260,32 @@ def _flip(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
     return [Piece(args_of(node)[0], ravel(coordinates, shape))]
 
 
+def _roll(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
+    if not sizes.loads_move:
+        return None
+    shape = sizes.shape(node)
+    shifts = sizes.argument(args_of(node)[1])
+    dims = sizes.argument(args_of(node)[2]) if len(args_of(node)) > 2 else []
+    shifts = [shifts] if isinstance(shifts, int) else shifts
+    dims = [dims] if isinstance(dims, int) else dims
+    if not dims:
+        return [Piece(args_of(node)[0], (index - shifts[0]) % max(sizes.numel(node), 1))]
+    coordinates = unravel(index, shape)
+    for shift, dim in zip(shifts, dims):
+        coordinates[dim] = (coordinates[dim] - shift) % shape[dim]
+    return [Piece(args_of(node)[0], ravel(coordinates, shape))]
+
+
+def _load(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
+    from .loads import load
+    return load(node, index, sizes)
+
+
+def _store(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece] | None:
+    from .loads import store
+    return store(node, index, sizes)
+
+
 def _repeat(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
     source_shape, shape = sizes.shape(args_of(node)[0]), sizes.shape(node)
     coordinates = unravel(index, shape)[len(shape) - len(source_shape):]
@@ -293,6 +319,18 @@ def _block_diag(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]
     if len(lanes):
         pieces.append(Piece(0.0, None, lanes))
     return pieces
+
+
+def _diag_embed(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> list[Piece]:
+    given = dict(zip(("offset", "dim1", "dim2"), args_of(node)[1:])) | dict(kwargs_of(node))
+    shape, source_shape = sizes.shape(node), sizes.shape(args_of(node)[0])
+    dims = [int(sizes.number(given.get(name, default))) % len(shape) for name, default in (("dim1", -2), ("dim2", -1))]
+    offset = int(sizes.number(given.get("offset", 0)))
+    coordinates = unravel(index, shape)
+    row, column = coordinates[dims[0]], coordinates[dims[1]]
+    rest = [c for d, c in enumerate(coordinates) if d not in dims]
+    return _choose(column - row == offset, Piece(args_of(node)[0], ravel([*rest, torch.minimum(row, column)],
+                                                                         source_shape)), Piece(0.0, None))
 
 
 def _triangle(keep_lower: bool) -> Rule:
@@ -333,7 +371,10 @@ _RULES: dict[Any, Rule] = {
     operator.getitem: _getitem,
     aten.cat.default: _cat, aten.stack.default: _stack, aten.constant_pad_nd.default: _pad, aten.pad.default: _pad,
     aten.slice_scatter.default: _slice_scatter, aten.select_scatter.default: _select_scatter,
-    aten.copy.default: _copy, aten.flip.default: _flip, aten.repeat.default: _repeat,
+    aten.copy.default: _copy, aten.flip.default: _flip, aten.repeat.default: _repeat, aten.roll.default: _roll,
+    aten.index.Tensor: _load, aten.index_select.default: _load, aten.gather.default: _load,
+    aten.embedding.default: _load, aten._unsafe_index.Tensor: _load, aten.index_put.default: _store,
+    aten._unsafe_index_put.default: _store, aten.index_copy.default: _store, aten.diag_embed.default: _diag_embed,
     aten.repeat_interleave.self_int: _repeat_interleave, aten.block_diag.default: _block_diag,
     aten.tril.default: _triangle(True), aten.triu.default: _triangle(False), aten.as_strided.default: _as_strided,
     aten.zeros.default: _constant(lambda n, s: 0.0), aten.zeros_like.default: _constant(lambda n, s: 0.0),
@@ -348,4 +389,5 @@ def is_move(node: fx.Node) -> bool:
     """Does ``node`` only move elements (judged by its operator; casts apart)?"""
     target = node.target
     return node.op == "call_function" and (
-        target in SAME_ORDER or target in STRIDED or target in EXPANDING or target in SPLITTING or target in _RULES)
+        target in SAME_ORDER or target in STRIDED or target in EXPANDING or target in SPLITTING
+        or target in _RULES and _RULES[target] not in (_load, _store))

@@ -10,9 +10,9 @@ import torch
 import torch.fx as fx
 
 from ..fx_access import args_of, kwargs_of, target_of
+from .loads import INDEXED, BooleanIndex, load_index
 from .moves import CASTS, broadcast_index, ravel, unravel
 from .numeric import EIGHT_BIT, MAX_ELEMENTS, Numeric, Unevaluated, cast_like, to_dtype, widen
-from .sizes import Sizes
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -65,6 +65,12 @@ def _polar(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     return torch.polar(radius, angle)
 
 
+def _complex(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    re, im = (engine.values(a, broadcast_index(index, engine.sizes.shape(node), engine.sizes.shape(a)))
+              for a in args_of(node)[:2])
+    return torch.complex(re.to(torch.float64), im.to(torch.float64))
+
+
 def _boolean_put(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     """``x[mask] = scalar``."""
     base, (mask, *more), value = args_of(node)[:3]
@@ -90,6 +96,11 @@ def _arange(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor
     elif node.target is aten.arange.start_step:
         start, step = numbers[0], numbers[2] if len(numbers) > 2 else 1
     return cast_like(index * step + start, engine.sizes.dtype(node))
+
+
+def _eye(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
+    columns = engine.sizes.shape(node)[1]
+    return cast_like(index // columns == index % columns, engine.sizes.dtype(node))
 
 
 def _dims_of(engine: Numeric, node: fx.Node, position: int = 1) -> tuple[list[int], bool]:
@@ -193,47 +204,11 @@ def _sdpa(engine: Numeric, node: fx.Node, which: int, index: torch.Tensor) -> to
 
 def _indexed(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     """Data-dependent loads: ``x[i, j]``, index_select, gather, embedding. Out-of-range indices wrap."""
-    source, at = load_index(node, index, engine.sizes, engine.values)
+    try:
+        source, at = load_index(node, index, engine.sizes, engine.values)
+    except BooleanIndex as error:
+        raise Unevaluated(node, "boolean index") from error
     return engine.values(source, at)
-
-
-def load_index(node: fx.Node, index: torch.Tensor, sizes: Sizes,
-               values: Callable[[fx.Node, torch.Tensor], torch.Tensor]) -> tuple[fx.Node, torch.Tensor]:
-    """Which elements of which tensor a data-dependent load reads, given the index values."""
-    target = node.target
-    if target is aten.embedding.default:
-        source, ids = args_of(node)[0], args_of(node)[1]
-        width = sizes.shape(source)[1]
-        return source, values(ids, index // width) % sizes.shape(source)[0] * width + index % width
-    source = args_of(node)[0]
-    shape, out_shape = sizes.shape(source), sizes.shape(node)
-    coordinates = unravel(index, out_shape)
-    if target is aten.index_select.default:
-        dim = int(sizes.number(args_of(node)[1])) % len(shape)
-        coordinates[dim] = values(args_of(node)[2], coordinates[dim]) % shape[dim]
-        return source, ravel(coordinates, shape)
-    if target is aten.gather.default:
-        dim = int(sizes.number(args_of(node)[1])) % len(shape)
-        coordinates[dim] = values(args_of(node)[2], index) % shape[dim]
-        return source, ravel(coordinates, shape)
-    indices = list(args_of(node)[1]) + [None] * (len(shape) - len(args_of(node)[1]))
-    used = [d for d, i in enumerate(indices) if i is not None]
-    broadcast = torch.broadcast_shapes(*[sizes.shape(indices[d]) for d in used])  # type: ignore[no-untyped-call]
-    adjacent = used == list(range(used[0], used[-1] + 1))
-    first = used[0] if adjacent else 0
-    at_indices = coordinates[first:first + len(broadcast)]
-    rest = coordinates[:first] + coordinates[first + len(broadcast):]
-    where = ravel(at_indices, tuple(broadcast)) if at_indices else torch.zeros_like(index)
-    full: list[torch.Tensor] = []
-    for dim, tensor in enumerate(indices):
-        if tensor is None:
-            full.append(rest.pop(0))
-            continue
-        value = values(tensor, broadcast_index(where, tuple(broadcast), sizes.shape(tensor)))
-        if value.dtype == torch.bool:
-            raise Unevaluated(node, "boolean index")
-        full.append(value % shape[dim])
-    return source, ravel(full, shape)
 
 
 def _index_put(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
@@ -320,7 +295,6 @@ def _sum(engine: Numeric, node: fx.Node, index: torch.Tensor) -> torch.Tensor:
     return _reduction(lambda rows: rows.sum(1))(engine, node, index)
 
 
-INDEXED = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default)
 RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(CASTS, _cast), **dict.fromkeys(INDEXED, _indexed),
     aten.view.dtype: _bits, aten.view_as_complex.default: _view_as_complex,
@@ -338,7 +312,11 @@ RULES: dict[object, Callable[[Numeric, fx.Node, torch.Tensor], torch.Tensor]] = 
     aten._softmax.default: _softmax, aten.softmax.int: _softmax, aten._safe_softmax.default: _softmax,
     aten._log_softmax.default: _softmax, aten.log_softmax.int: _softmax, aten.cumsum.default: _cumsum,
     aten.index_put.default: _index_put, aten._conj.default: _conj, aten._conj_physical.default: _conj,
-    aten.conj.default: _conj, aten.polar.default: _polar,
+    aten.conj.default: _conj, aten.conj_physical.default: _conj, aten.polar.default: _polar,
+    aten.eye.default: _eye, aten.eye.m: _eye, aten.complex.default: _complex,
+    aten.view_as_complex_copy.default: _view_as_complex, aten.view_as_real_copy.default: _view_as_real,
+    aten.real.default: lambda e, n, i: torch.real(e.values(args_of(n)[0], i)),
+    aten.imag.default: lambda e, n, i: torch.imag(e.values(args_of(n)[0], i)),
     aten.resolve_conj.default: _conj_free, aten.resolve_neg.default: _conj_free,
     aten.scaled_dot_product_attention.default: lambda e, n, i: _sdpa(e, n, 0, i),
 }

@@ -9,111 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..fx_access import args_of, kwargs_of
-from .contractions import contraction
+from .constants import constant_values, signs
+from .contractions import Contraction, contraction
 from .moves import CASTS, broadcast_index, sources, unravel
+from .polynomials import Atom, Complex, Poly, Value, add, multiply, real
 from .sizes import Sizes
 
 aten = torch.ops.aten
 SMALL_CONTRACTION = 4
+SPARSE_CONTRACTION = 128
 SIGNS_LIMIT = 4096      # elements of a constant that is looked at
 
 
-@dataclass(frozen=True)
-class Atom:
-    """One element of a node. ``part`` is "re"/"im" for complex values; ``negated`` marks sin(-x) read as -sin(x)."""
-
-    node: fx.Node
-    index: int
-    part: str = ""
-    negated: bool = False
-
-
-class Poly:
-    """Sum of monomials: ``terms`` maps a sorted tuple of atoms to its coefficient."""
-
-    __slots__ = ("terms",)
-
-    def __init__(self, terms: dict[tuple[Atom, ...], float]):
-        self.terms = terms
-
-    @staticmethod
-    def number(value: float) -> Poly:
-        return Poly({(): float(value)} if value else {})
-
-    @staticmethod
-    def atom(atom: Atom, coefficient: float = 1.0) -> Poly:
-        return Poly({(atom,): coefficient})
-
-    def __add__(self, other: Poly) -> Poly:
-        terms = dict(self.terms)
-        for monomial, coefficient in other.terms.items():
-            total = terms.get(monomial, 0.0) + coefficient
-            if total:
-                terms[monomial] = total
-            else:
-                terms.pop(monomial, None)
-        return Poly(terms)
-
-    def __mul__(self, other: Poly) -> Poly:
-        result = Poly({})
-        for a, x in self.terms.items():
-            for b, y in other.terms.items():
-                result = result + Poly({tuple(sorted(a + b, key=_atom_order)): x * y})
-        return result
-
-    def scaled(self, factor: float) -> Poly:
-        return Poly({m: c * factor for m, c in self.terms.items()} if factor else {})
-
-    def constant(self) -> float | None:
-        """The value, when the polynomial is a number."""
-        if not self.terms:
-            return 0.0
-        return self.terms.get(()) if set(self.terms) == {()} else None
-
-    def single_atom(self) -> Atom | None:
-        """The atom, when the polynomial is exactly one atom."""
-        if len(self.terms) == 1:
-            (monomial, coefficient), = self.terms.items()
-            if coefficient == 1.0 and len(monomial) == 1:
-                return monomial[0]
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Poly) and self.terms == other.terms
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self.terms.items()))
-
-
-def _atom_order(atom: Atom) -> tuple[Any, ...]:
-    return (atom.node.name, atom.index, atom.part, atom.negated)
-
-
-@dataclass(frozen=True)
-class Complex:
-    """A complex-valued element."""
-
-    re: Poly
-    im: Poly
-
-
-Value = Poly | Complex
-
-
 class Symbolic:
-    """Evaluates elements to polynomials. ``leaves`` are never looked into; ``limit`` bounds a polynomial's terms."""
+    """Evaluates elements to polynomials. ``leaves`` are never looked into; ``limit`` bounds a polynomial's terms.
+    ``angles``: what is evaluated are arguments of cos and sin."""
 
-    def __init__(self, sizes: Sizes, leaves: frozenset[fx.Node] = frozenset(), limit: int = 64):
+    def __init__(self, sizes: Sizes, leaves: frozenset[fx.Node] = frozenset(), limit: int = 64, angles: bool = False):
         self.sizes = sizes
         self.leaves = leaves
+        self.angles = angles        # no signs: position 0 or 1 is no sign
+        self._of_angles: Symbolic | None = None
         self.limit = limit
         self.visits = 0
         self._memo: dict[tuple[fx.Node, bytes], list[Value]] = {}
@@ -134,16 +56,20 @@ class Symbolic:
         return [Poly.atom(Atom(node, i)) for i in index.tolist()]
 
     def _compute(self, node: fx.Node, index: torch.Tensor) -> list[Value]:
-        if node in self.leaves or node.op != "call_function":
-            signs = None if node in self.leaves else _signs(node)
-            return self._atoms(node, index) if signs is None else [Poly.number(v) for v in signs[index].tolist()]
+        if node in self.leaves:
+            return self._atoms(node, index)
+        if node.op != "call_function":
+            numbers = None if self.angles else signs(node, index, self.sizes, SIGNS_LIMIT)
+            return self._atoms(node, index) if numbers is None else [Poly.number(v) for v in numbers.tolist()]
         self.sizes.seen.add(node)
         if node.target in (aten.view_as_complex.default, aten.view_as_complex_copy.default):
             pairs = self.values(args_of(node)[0], torch.stack([index * 2, index * 2 + 1], 1).flatten())
-            return [Complex(_real(pairs[2 * i]), _real(pairs[2 * i + 1])) for i in range(len(index))]
+            return [Complex(real(pairs[2 * i]), real(pairs[2 * i + 1])) for i in range(len(index))]
         if node.target in (aten.view_as_real.default, aten.view_as_real_copy.default):
             whole = self.values(args_of(node)[0], index // 2)
             return [_part(w, "re" if i % 2 == 0 else "im") for w, i in zip(whole, index.tolist())]
+        if node.target is aten.view.dtype and (seen := self._seen_as_pairs(node, index)) is not None:
+            return seen
         pieces = sources(node, index, self.sizes)
         if pieces is not None:
             result: list[Value] = [Poly.number(0.0)] * len(index)
@@ -156,7 +82,10 @@ class Symbolic:
         if node.target in CASTS and not self.sizes.dtype(args_of(node)[0]).is_floating_point and (
                 self.sizes.dtype(node).is_floating_point) and self.sizes.dtype(node).itemsize > 1:
             return self.values(args_of(node)[0], index)         # an integer position, widened
-        rule = _POINTWISE.get(node.target)
+        numbers = None if self.angles else signs(node, index, self.sizes, SIGNS_LIMIT)
+        if numbers is not None:
+            return [Poly.number(v) for v in numbers.tolist()]
+        rule = _POINTWISE.get(node.target) or (_fma if getattr(node.target, "__name__", "") == "fma.default" else None)
         found = rule(self, node, index) if rule is not None else None
         if found is None:
             found = self._small_contraction(node, index)
@@ -173,62 +102,64 @@ class Symbolic:
             return self.values(argument, at)
         return [Poly.number(float(self.sizes.number(argument)))] * len(index)
 
+    def of_angles(self) -> Symbolic:
+        """The engine for arguments of cos and sin."""
+        if self.angles:
+            return self
+        if self._of_angles is None:
+            self._of_angles = Symbolic(self.sizes, self.leaves, self.limit, angles=True)
+        return self._of_angles
+
+    def _seen_as_pairs(self, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
+        """``view(dtype)`` between pairs of floats and complex numbers."""
+        source: fx.Node = args_of(node)[0]
+        before, after = self.sizes.dtype(source), self.sizes.dtype(node)
+        if (before, after) in _PAIRS:
+            pairs = self.values(source, torch.stack([index * 2, index * 2 + 1], 1).flatten())
+            return [Complex(real(pairs[2 * i]), real(pairs[2 * i + 1])) for i in range(len(index))]
+        if (after, before) in _PAIRS:
+            whole = self.values(source, index // 2)
+            return [_part(w, "re" if i % 2 == 0 else "im") for w, i in zip(whole, index.tolist())]
+        return None
+
     def _small_contraction(self, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
+        """A product of few terms, or of few that are not zero (by a matrix that is written down element by element)."""
         found = contraction(node, self.sizes)
-        if found is None or found.extent > SMALL_CONTRACTION or found.addend is not None or found.scale_nodes:
+        if found is None or found.addend is not None or found.scale_nodes or found.extent > SPARSE_CONTRACTION or (
+                not len(index)):
             return None
+        if found.extent > SMALL_CONTRACTION:
+            for side in (found, found.swapped()):
+                if not self._sparse(side, index):
+                    continue
+                return self._products(side, index)
+            return None
+        return self._products(found, index)
+
+    def _sparse(self, found: Contraction, index: torch.Tensor) -> bool:
+        """Are most elements that the first output takes from the right operand zero?"""
+        if found.rhs.op != "call_function":
+            return False
+        row = self.values(found.rhs, found.indices(index[:1])[1].flatten())
+        return sum(not isinstance(v, Poly) or bool(v.terms) for v in row) <= SMALL_CONTRACTION
+
+    def _products(self, found: Contraction, index: torch.Tensor) -> list[Value]:
         left, right = found.indices(index)
-        lhs, rhs = self.values(found.lhs, left.flatten()), self.values(found.rhs, right.flatten())
-        result = []
-        for row in range(len(index)):
-            total: Value = Poly.number(0.0)
-            for k in range(found.extent):
-                at = row * found.extent + k
-                total = _add(total, _multiply(lhs[at], rhs[at]))
-            result.append(total)
+        rhs = self.values(found.rhs, right.flatten())
+        needed = [i for i, v in enumerate(rhs) if not isinstance(v, Poly) or v.terms]
+        lhs = dict(zip(needed, self.values(found.lhs, left.flatten()[needed]) if needed else []))
+        result: list[Value] = [Poly.number(0.0)] * len(index)
+        for at in needed:
+            row = at // found.extent
+            result[row] = add(result[row], multiply(lhs[at], rhs[at]))
+        if found.scale != 1.0:
+            result = [multiply(v, Poly.number(found.scale)) for v in result]
         return result
-
-
-def _add(a: Value, b: Value, factor: float = 1.0) -> Value:
-    if isinstance(a, Complex) or isinstance(b, Complex):
-        a, b = _as_complex(a), _as_complex(b)
-        return Complex(a.re + b.re.scaled(factor), a.im + b.im.scaled(factor))
-    return a + b.scaled(factor)
-
-
-def _multiply(a: Value, b: Value) -> Value:
-    if isinstance(a, Complex) or isinstance(b, Complex):
-        a, b = _as_complex(a), _as_complex(b)
-        return Complex(a.re * b.re + (a.im * b.im).scaled(-1), a.re * b.im + a.im * b.re)
-    return a * b
-
-
-def _as_complex(value: Value) -> Complex:
-    return value if isinstance(value, Complex) else Complex(value, Poly.number(0.0))
-
-
-def _real(value: Value) -> Poly:
-    assert isinstance(value, Poly)
-    return value
 
 
 def _part(value: Value, part: str) -> Poly:
     assert isinstance(value, Complex)
     return value.re if part == "re" else value.im
-
-
-def _signs(node: fx.Node) -> torch.Tensor | None:
-    """The values of a tensor literal of the source that holds -1, 0 and 1 only: signs, to be multiplied out. (Any other
-    constant is a table and stays an atom.)"""
-    if node.op == "get_attr" and "_tensor_constant" in str(node.target):
-        value = getattr(node.graph.owning_module, str(node.target), None)
-    else:
-        value = node.meta.get("lifted_constant")
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value.is_complex() or not (
-            0 < value.numel() <= SIGNS_LIMIT) or isinstance(value, FakeTensor):
-        return None
-    flat = value.detach().flatten().double()
-    return flat if bool(((flat == 0) | (flat.abs() == 1)).all()) else None
 
 
 Rule = Callable[[Symbolic, fx.Node, torch.Tensor], list[Value] | None]
@@ -247,7 +178,7 @@ def _linear_rule(sign: float, reverse: bool = False) -> Rule:
             return None
         if reverse:
             a, b = b, a
-        return [_add(x, y, sign * alpha) for x, y in zip(a, b)]
+        return [add(x, y, sign * alpha) for x, y in zip(a, b)]
     return rule
 
 
@@ -260,7 +191,7 @@ def _mul_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Valu
     if engine.leaves and any(_is_scale(engine, argument) for argument in args_of(node)[:2]) and not any(
             _has_leaf(value, engine.leaves) for value in (*a[:1], *b[:1])):
         return None
-    return [_multiply(x, y) for x, y in zip(a, b)]
+    return [multiply(x, y) for x, y in zip(a, b)]
 
 
 def _addcmul(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
@@ -268,7 +199,15 @@ def _addcmul(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value
     if any(values is None for values in whole):
         return None
     factor = float(engine.sizes.number(kwargs_of(node).get("value", 1)))
-    return [_add(a, _multiply(b, c), factor) for a, b, c in zip(*(values or [] for values in whole))]
+    return [add(a, multiply(b, c), factor) for a, b, c in zip(*(values or [] for values in whole))]
+
+
+def _fma(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
+    """Inductor's ``prims.fma(a, b, c)``: a * b + c."""
+    whole = [engine.operand(node, argument, index) for argument in args_of(node)[:3]]
+    if any(values is None for values in whole):
+        return None
+    return [add(c, multiply(a, b)) for a, b, c in zip(*(values or [] for values in whole))]
 
 
 def _is_scale(engine: Symbolic, argument: object) -> bool:
@@ -289,7 +228,7 @@ def _div_rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Valu
     if b is None or len(numbers) < len(constants):
         return None
     a = engine.operand(node, args_of(node)[0], index)
-    return None if a is None else [_multiply(x, Poly.number(1.0 / n)) for x, n in zip(a, numbers)]
+    return None if a is None else [multiply(x, Poly.number(1.0 / n)) for x, n in zip(a, numbers)]
 
 
 def _unary(function: Callable[[Value], Value]) -> Rule:
@@ -308,7 +247,7 @@ def _trigonometric(odd: bool) -> Rule:
 
     def rule(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
         result: list[Value] = []
-        for at, argument in zip(index.tolist(), engine.values(args_of(node)[0], index)):
+        for at, argument in zip(index.tolist(), engine.of_angles().values(args_of(node)[0], index)):
             if isinstance(argument, Complex):
                 return None
             number = argument.constant()
@@ -324,11 +263,15 @@ def _trigonometric(odd: bool) -> Rule:
 
 def _polar(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
     radius = engine.operand(node, args_of(node)[0], index)
-    angles = engine.operand(node, args_of(node)[1], index)
+    angles = engine.of_angles().operand(node, args_of(node)[1], index)
     if radius is None or angles is None or any(not isinstance(r, Poly) or r.constant() != 1.0 for r in radius):
         return None
     result: list[Value] = []
-    for at, angle in zip(index.tolist(), map(_real, angles)):
+    for at, angle in zip(index.tolist(), map(real, angles)):
+        number = angle.constant()
+        if number is not None:
+            result.append(Complex(Poly.number(math.cos(number)), Poly.number(math.sin(number))))
+            continue
         minus = bool(angle.terms) and all(c < 0 for c in angle.terms.values())
         im = Poly.atom(Atom(node, at, "im", negated=minus), -1.0 if minus else 1.0)
         result.append(Complex(Poly.atom(Atom(node, at, "re")), im))
@@ -337,16 +280,22 @@ def _polar(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] 
 
 def _complex(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
     re, im = engine.operand(node, args_of(node)[0], index), engine.operand(node, args_of(node)[1], index)
-    return None if re is None or im is None else [Complex(_real(a), _real(b)) for a, b in zip(re, im)]
+    return None if re is None or im is None else [Complex(real(a), real(b)) for a, b in zip(re, im)]
 
 
 def _where(engine: Symbolic, node: fx.Node, index: torch.Tensor) -> list[Value] | None:
     a, b = engine.operand(node, args_of(node)[1], index), engine.operand(node, args_of(node)[2], index)
-    if a is None or b is None or any(x != y for x, y in zip(a, b)):
+    if a is None or b is None:
         return None
-    return a
+    condition: fx.Node = args_of(node)[0]
+    at = broadcast_index(index, engine.sizes.shape(node), engine.sizes.shape(condition))
+    chosen = constant_values(condition, at, engine.sizes)
+    if chosen is not None:
+        return [x if yes else y for yes, x, y in zip(chosen.tolist(), a, b)]
+    return None if any(x != y for x, y in zip(a, b)) else a
 
 
+_PAIRS = {(torch.float32, torch.complex64), (torch.float64, torch.complex128), (torch.float16, torch.complex32)}
 _POINTWISE: dict[Any, Rule] = {
     aten.add.Tensor: _linear_rule(1), aten.add.Scalar: _linear_rule(1),
     aten.sub.Tensor: _linear_rule(-1), aten.sub.Scalar: _linear_rule(-1),

@@ -21,9 +21,14 @@ from .quant_path import CLAMPS, CONTRACTIONS, EXTREMA, QuantPath
 
 aten = torch.ops.aten
 JOINS = {aten.cat.default, aten.slice_scatter.default, aten.select_scatter.default, aten.stack.default,
-         aten.copy.default, aten.index_put.default, aten.constant_pad_nd.default, aten.as_strided_scatter.default}
-THROUGH = {aten.mul.Tensor, aten.div.Tensor} | CLAMPS | EXTREMA
-PLAIN = SAME_ORDER | STRIDED | EXPANDING | CASTS | {aten.view.dtype}
+         aten.copy.default, aten.index_put.default, aten.constant_pad_nd.default, aten.as_strided_scatter.default,
+         aten.index_copy.default, aten._unsafe_index_put.default, aten.where.self}
+# A sum or product may be a rotation over all channels, with a table that was joined.
+THROUGH = {aten.mul.Tensor, aten.div.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.addcmul.default,
+           aten.polar.default, aten.complex.default} | CLAMPS | EXTREMA
+PLAIN = SAME_ORDER | STRIDED | EXPANDING | CASTS | {
+    aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default, aten._conj.default, aten.neg.default,
+    aten.cos.default, aten.sin.default}
 CHAIN_LIMIT = 64
 
 

@@ -14,6 +14,7 @@ from ..elements.follow import Follower
 from ..elements.layouts import Axis
 from ..elements.sizes import Sizes
 from .attention_match import AttentionMatch, Gathered, KeyPiece, Mask, Operand, OutputAxes
+from .congruence import congruent
 from .refusal import Refused
 
 MAX_PIECES = 128
@@ -82,6 +83,7 @@ class _Joiner:
         self.axes, self.found, self.matches = axes, found, matches
         self.first = matches[0]
         self.is_head = found.axis == len(axes.tokens)
+        self.copies: set[fx.Node] = set()
 
     def joined(self) -> AttentionMatch:
         first = self.first
@@ -99,11 +101,13 @@ class _Joiner:
                              for i in range(min(len(m.gathered) for m in self.matches)))
         except _Apart:
             gathered = ()
+        query = self.operand([m.q for m in self.matches if m.q is not None], self.found.axis)
+        sink = None if first.sink is None else self.operand(
+            [m.sink for m in self.matches if m.sink is not None], 0 if self.is_head else None)
         return replace(
-            first, axes=self.axes, q=self.operand([m.q for m in self.matches if m.q is not None], self.found.axis),
-            kv=tuple(pieces), gathered=gathered if len(gathered) == len(pieces) else (),
-            sink=None if first.sink is None else self.operand(
-                [m.sink for m in self.matches if m.sink is not None], 0 if self.is_head else None),
+            first, axes=self.axes, q=query, kv=tuple(pieces), sink=sink,
+            gathered=gathered if len(gathered) == len(pieces) else (),
+            copies=frozenset(self.copies).union(*(m.copies for m in self.matches)),
             interior=frozenset().union(*(m.interior for m in self.matches)),
             casts=tuple(dict.fromkeys(c for m in self.matches for c in m.casts)))
 
@@ -129,8 +133,9 @@ class _Joiner:
         shape = [a for n, a in enumerate(first.axes) if n != axis]
         for other in operands[1:]:
             same = [a for n, a in enumerate(other.axes) if n != axis] == shape
-            if other.node is not first.node or other.cuts or not same:
+            if other.cuts or not same or not congruent(other.node, first.node):
                 raise _Apart(f"{first.node.name} and {other.node.name} are no parts of one tensor")
+            self.copies |= {other.node} - {first.node}
         starts, sizes = self.found.starts, self.found.sizes
         if axis is None:
             if any(other.offset != first.offset for other in operands):

@@ -28,12 +28,14 @@ from .attention_proof import depends_on
 from .attention_reference import Prover
 from .attention_sites import Explorer, Segment
 from .context import Context
-from .descent import Reach, Unfollowed, is_tensor
+from .descent import Reach, is_tensor
 from .gathered import recognise_gathered
 from .merge import merges_partials, recognise_partials
+from .paths import Unfollowed
 from .refusal import Refused
 from .region import dependents, unknown_inputs
 
+aten = torch.ops.aten
 MAX_SINK_CANDIDATES = 4
 
 
@@ -69,7 +71,13 @@ def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused
         return found
     segments, opaque = found
     if not segments:
-        return recognise_partials(explorer, opaque, context)
+        partials = recognise_partials(explorer, opaque, context)
+        scores = explorer.partial_scores
+        if isinstance(partials, Refused) and scores is not None:
+            return Refused("fmha", f"a score comes from a product over {scores.extent} of "
+                           f"{explorer.axes.channels.size} channels: parts are taken together where all of them are "
+                           "added up, with one factor, for the same queries and keys", scores.node)
+        return partials
     if opaque:
         node = opaque[0].node
         return Refused("fmha", f"the output also depends on {depends_on(node)}", node)
@@ -175,7 +183,7 @@ def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[
 def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Binding], region: set[fx.Node],
                      known: set[fx.Node]) -> list[fx.Node] | Refused:
     """Nodes that may hold the sink: what else the region reads, from its origin towards the region."""
-    sites = {b.segment.site.node: b.segment.site for b in bindings}
+    sites = {n: b.segment.site for b in bindings for n in _product_nodes(b.segment.site.node)}
     products = {b.segment.scores.node for b in bindings}
     chains: list[list[fx.Node]] = []
     for node in sorted(region, key=context.order):
@@ -188,7 +196,9 @@ def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Bindin
             chains.extend(unknown_inputs(operand, known, explorer.sizes))
     held = known | {b.query.node for b in bindings} | {b.piece.rows.node for b in bindings}
     for binding in bindings:
-        for operand in (binding.segment.scores.lhs, binding.segment.scores.rhs):
+        scores, way = binding.segment.scores, binding.segment.rows[binding.rows_at].path
+        # Keys that were joined like the values have been compared with them, element by element.
+        for operand in (scores.lhs,) if way and way[0].kind == "equal" else (scores.lhs, scores.rhs):
             chains.extend(unknown_inputs(operand, held, explorer.sizes))
     if not chains:
         return []
@@ -201,6 +211,14 @@ def _sink_candidates(explorer: Explorer, context: Context, bindings: list[Bindin
     return [node for node in common if node.meta["val"].dtype.is_floating_point]
 
 
+def _product_nodes(node: fx.Node) -> list[fx.Node]:
+    """A contraction and, when it is the sum of a product, that product (and casts between)."""
+    result = [node]
+    while result[-1].target is aten.sum.dim_IntList or len(result) > 1 and is_float_cast(result[-1]):
+        result.append(args_of(result[-1])[0])
+    return result
+
+
 def _match(explorer: Explorer, bindings: list[Binding], region: set[fx.Node], normalised: bool,
            sink: Operand | None, gate: tuple[Mask, ...]) -> AttentionMatch:
     first = bindings[0]
@@ -211,8 +229,21 @@ def _match(explorer: Explorer, bindings: list[Binding], region: set[fx.Node], no
     return AttentionMatch(
         form="dense", axes=explorer.axes, output=explorer.output, roles=roles, q=first.query,
         kv=tuple(coalesced([b.piece for b in bindings])), sink=sink, sink_gate=gate, scale=first.scale,
-        scale_node=scale_node, interior=frozenset(region),
+        scale_node=scale_node, interior=frozenset(region), copies=_joined_here(explorer, first.query.node),
         casts=tuple(n for n in region if is_float_cast(n) and narrows(n)))
+
+
+def _joined_here(explorer: Explorer, query: fx.Node) -> frozenset[fx.Node]:
+    """What operands that the source does not join, or joins twice, are put together from."""
+    ends = set(explorer.parts_joined)
+    stack = [query] if query in explorer.context.scratch else []
+    while stack:
+        for operand in stack.pop().all_input_nodes:
+            if operand in explorer.context.scratch:
+                stack.append(operand)
+            else:
+                ends.add(operand)
+    return frozenset(ends)
 
 
 def narrows(cast: fx.Node) -> bool:

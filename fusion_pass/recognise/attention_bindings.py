@@ -17,7 +17,8 @@ from ..elements.numeric import Leaf
 from .attention_match import KeyPiece, Mask, Operand
 from .attention_proof import Neutral, check_product, depends_on
 from .attention_sites import Explorer, Fused, Segment
-from .descent import Family, Reach, Step, Unfollowed, advance, fit, is_tensor, replay, tensor_operands
+from .descent import Family, Reach, fit, is_tensor, tensor_operands
+from .paths import Step, Unfollowed, advance, replay
 from .refusal import Refused
 from .region import constant_only
 

@@ -248,9 +248,10 @@ def _emit_mask(match: AttentionMatch, writer: _Writer, rows: list[fx.Node]) -> f
 
 
 def _select(builder: Builder, keep: fx.Node, yes: float, no: float) -> fx.Node:
-    every = builder.call(aten.full_like.default, keep, yes, dtype=torch.float32)
-    # where and not masked_fill: Inductor lowers masked_fill only by a decomposition that runs before this pass.
-    return builder.call(aten.where.ScalarOther, keep, every, no)
+    # where and full, not masked_fill and full_like: those Inductor lowers only by a decomposition that runs before this
+    # pass.
+    one = builder.call(aten.full.default, [], yes, dtype=torch.float32, device=keep.meta["val"].device)
+    return builder.call(aten.where.ScalarOther, keep, one, no)
 
 
 def _normalised(builder: Builder, mask: Mask, node: fx.Node, additive: bool) -> fx.Node:

@@ -118,7 +118,8 @@ class AttentionMatch:
     counts, in the rare source that masks it. ``scale`` is multiplied by the single element ``scale_node`` when the
     source's scale is a tensor (Python floats are, under ``dynamic=True``).
     ``interior``: the nodes that the replacement makes unnecessary unless others read them.
-    ``casts``: the roundings inside.
+    ``casts``: the roundings inside. ``copies``: nodes with the same value as one of the operands' (a loop in the source
+    computes it anew in every round), which nothing was looked at behind either.
     """
 
     form: str
@@ -135,6 +136,7 @@ class AttentionMatch:
     partials: Partials | None = None
     interior: frozenset[fx.Node] = frozenset()
     casts: tuple[fx.Node, ...] = ()
+    copies: frozenset[fx.Node] = frozenset()
 
     @property
     def token_count(self) -> int:

@@ -15,13 +15,14 @@ import torch
 import torch.fx as fx
 
 from ..elements.contractions import Contraction, contraction
-from ..elements.follow import Follower
+from ..elements.follow import Follower, Origin
 from ..elements.moves import broadcast_index
 from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
 from ..fx_access import args_of
 from .attention_sites import Fused, Segment
-from .descent import LOG_SOFTMAX, SOFTMAX, Path, is_tensor, number_factors, replay
+from .descent import LOG_SOFTMAX, SOFTMAX, is_tensor, number_factors
+from .paths import Path, replay
 
 aten = torch.ops.aten
 _ZERO_STATISTICS = {aten.amax.default, aten.amin.default, aten.max.dim, aten.max.default, aten.logsumexp.default,
@@ -33,12 +34,13 @@ _UNIT_STATISTICS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim}
 class Product:
     """A query-key product: from its operands to the nodes that hold queries and key rows. ``rows`` maps the latter to
     the factor that queries and rows were multiplied by on the way; ``lanes`` channels are the product's own, further
-    ones are evaluated."""
+    ones are evaluated. ``joined``: the way to the (only) rows, where moves alone do not lead there."""
 
     scores: Contraction
     query_path: Path
     rows: dict[fx.Node, float]
     lanes: int
+    joined: Path = ()
 
 
 def raw_score(seed: int, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
@@ -76,9 +78,13 @@ class Scored(Numeric):
         first = torch.zeros_like(index)
         result = torch.zeros(len(index), dtype=torch.float64)
         plain = torch.ones(len(index), dtype=torch.bool)
-        trace = self.follower.follow(found.rhs, found.rhs_at(index, first), frozenset(product.rows),
-                                     number_factors(self.sizes))
-        for origin in trace.origins:
+        if product.joined:
+            (node,), at = product.rows, replay(product.joined, found.rhs_at(index, first), self.sizes)
+            origins = [Origin(node, torch.arange(len(index)), at)]
+        else:
+            origins = self.follower.follow(found.rhs, found.rhs_at(index, first), frozenset(product.rows),
+                                           number_factors(self.sizes)).origins
+        for origin in origins:
             if origin.node not in product.rows:
                 continue
             lanes = origin.lanes

@@ -13,7 +13,7 @@ from .attention_bindings import Binder, Binding
 from .attention_match import Mask, Operand
 from .attention_proof import Product, Scored, _seed, depends_on, mask_leaf, node_leaf, raw_score
 from .attention_sites import Explorer
-from .descent import replay
+from .paths import replay
 from .refusal import Refused
 
 TOLERANCE = 1e-9
@@ -55,7 +55,8 @@ class Prover:
             query, rows = binding.segment.queries[binding.query_at], binding.segment.rows[binding.rows_at]
             node = binding.segment.scores.node
             if node not in products:
-                products[node] = Product(binding.segment.scores, query.path, {}, channels)
+                joined = rows.path if rows.path and rows.path[0].kind == "equal" else ()
+                products[node] = Product(binding.segment.scores, query.path, {}, channels, joined)
             products[node].rows[rows.node] = query.factor * rows.factor
         fused = {b.segment.site.fused.node: b.segment.site.fused for b in self.bindings
                  if b.segment.site.fused is not None}

@@ -18,8 +18,10 @@ from ..elements.sizes import Sizes
 from ..fx_access import args_of, target_of
 from .attention_match import OutputAxes
 from .context import Context
-from .descent import Descent, Path, Reach, Step, as_contraction, replay, varies
+from .descent import Descent, Reach, as_contraction, varies
+from .paths import Path, Step, Unfollowed, advance, replay, same_origins
 from .refusal import Refused
+from .sums import sum_of_products
 
 aten = torch.ops.aten
 _FUSED = {getattr(aten, name).default for name in (
@@ -113,7 +115,9 @@ class Explorer:
         self.output, self.axes, self.sizes, self.context = output, axes, sizes, context
         self.descent = Descent(sizes)
         self.follower = Follower(sizes)
-        self._scores: dict[fx.Node, bool] = {}
+        self._scores: dict[fx.Node, Contraction | None] = {}
+        self.partial_scores: Contraction | None = None      # a product that runs over some of the channels only
+        self.parts_joined: set[fx.Node] = set()     # where keys and values that are joined apart come from alike
 
     @property
     def extents(self) -> list[int]:
@@ -130,11 +134,17 @@ class Explorer:
         channels = torch.arange(self.axes.channels.size)
         return [torch.full_like(channels, e - 1 if last else 0) for e in self.extents[:-1]] + [channels]
 
-    def is_score(self, node: fx.Node) -> bool:
-        """A contraction over at least a head's channels: only the query-key product is one on the way from weights."""
+    def score(self, node: fx.Node) -> Contraction | None:
+        """A contraction over at least a head's channels, or a sum of some over parts of them: only the query-key
+        product is one on the way from weights."""
         if node not in self._scores:
-            self._scores[node] = as_contraction(node, self.sizes, self.axes.channels.size) is not None
+            channels = self.axes.channels.size
+            self._scores[node] = as_contraction(node, self.sizes, channels) or sum_of_products(
+                node, self.context, self.sizes, channels)
         return self._scores[node]
+
+    def is_score(self, node: fx.Node) -> bool:
+        return self.score(node) is not None
 
     def terms(self) -> list[Reach]:
         """What the output is a linear function of, channel by channel."""
@@ -212,6 +222,7 @@ class Explorer:
         else:
             reached = self.descent.scores(site.values.lhs, weights, self.is_score)
         if not reached:
+            self._note_partial_scores(site, weights)
             return None
         covered = torch.zeros(len(keys), dtype=torch.int64)
         segments = []
@@ -220,8 +231,7 @@ class Explorer:
             here = keys[reach.lanes]
             if bool((here[1:] - here[:-1] != 1).any()):
                 return Refused("fmha", f"the keys of {reach.node.name} are not contiguous", reach.node)
-            scores = site.fused.scores if site.fused is not None else as_contraction(
-                reach.node, self.sizes, self.axes.channels.size)
+            scores = site.fused.scores if site.fused is not None else self.score(reach.node)
             assert scores is not None  # is_score asked for one
             found = self._segment(site, at, here, reach, scores)
             if isinstance(found, Refused):
@@ -233,6 +243,12 @@ class Explorer:
         if bool((covered > 1).any()):
             return Refused("fmha", "a key's score comes from two products", site.node)
         return segments
+
+    def _note_partial_scores(self, site: Site, weights: torch.Tensor) -> None:
+        found = Descent(self.sizes).scores(site.values.lhs, weights[:1], lambda n: as_contraction(
+            n, self.sizes, 2) is not None)
+        if found and self.partial_scores is None:
+            self.partial_scores = as_contraction(found[0].node, self.sizes, 2)
 
     def _segment(self, site: Site, at: torch.Tensor, keys: torch.Tensor, reach: Reach,
                  scores: Contraction) -> Segment | Refused:
@@ -247,6 +263,8 @@ class Explorer:
             rows = self.descent.chain(product.rhs, index, scaled=True)
             pairs = [(v, r) for r in reversed(rows) for v in values if v.node is r.node
                      and bool((v.index == r.index).all())]
+            if not pairs and scores.node is product.node and rows[0].node in self.context.scratch:
+                pairs = self._same_elements(rows[0], values)
             if pairs:
                 queries = self.descent.chain(product.lhs, product.lhs_at(
                     reach.index[:1, None], torch.arange(channels)[None, :]).flatten(), scaled=True)
@@ -255,3 +273,18 @@ class Explorer:
             failed = rows[-1].node if product is scores else failed
         return Refused("fmha", f"values come from {values[-1].node.name}, keys from {failed.name}: they are not the "
                                "same rows", site.node)
+
+    def _same_elements(self, rows: Reach, values: list[Reach]) -> list[tuple[Reach, Reach]]:
+        """For keys that were joined here of parts: the source's own tensor that joins the same parts."""
+        for value in values:
+            trace = self.follower.follow(value.node, value.index)
+            if len(trace.origins) < 2 or not same_origins(trace, self.follower.follow(rows.node, rows.index)):
+                continue
+            step = Step(rows.node, value.node, "equal")
+            try:
+                if bool((advance(step, rows.index, self.sizes) == value.index).all()):
+                    self.parts_joined.update(o.node for o in trace.origins if isinstance(o.node, fx.Node))
+                    return [(value, Reach(value.node, rows.lanes, value.index, (*rows.path, step), rows.factor))]
+            except Unfollowed:
+                continue
+        return []

@@ -24,7 +24,8 @@ from .projection import recognise_fp8_weight, recognise_grouping
 from .quant_path import CONTRACTIONS, FP8, Cones, QuantPath, dtype_of
 from .quantisation import agrees_everywhere, recognise_quantisation
 from .refusal import Refused
-from .rotation import Rotation, Structure, read_structure, recognise_rotation
+from .rotation import Rotation, recognise_rotation
+from .structure import Structure, read_structure
 from .transfer import cone_signature, transfer
 
 aten = torch.ops.aten

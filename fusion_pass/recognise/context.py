@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx as fx
 
+from ..elements.contractions import Contraction
 from ..elements.sizes import Sizes
 
 
@@ -18,13 +19,25 @@ class Context:
     ``sizes`` are the assignments of the size symbols that a finding must hold for, the user's example first (a graph
     without symbols has one). ``counters`` counts node visits by recogniser: tests bound the pass's cost by them.
     ``fixed`` nodes belong to an op that stays as it is: they are looked through, and nothing is replaced among them.
+    ``scratch`` are nodes that recognition put into the graph (joined operands of products that the source writes as a
+    sum); what nobody reads in the end goes away again by ``discard_scratch``.
     """
 
     module: fx.GraphModule
     sizes: list[Sizes]
     counters: Counter[str] = field(default_factory=Counter)
     fixed: frozenset[fx.Node] = frozenset()
+    scratch: list[fx.Node] = field(default_factory=list)
+    sums: dict[tuple[fx.Node, Sizes], Contraction | None] = field(default_factory=dict)
+    joined: dict[object, fx.Node] = field(default_factory=dict)
     _order: dict[fx.Node, int] = field(default_factory=dict)
+
+    def discard_scratch(self) -> None:
+        """Erase the nodes of ``scratch`` that nobody reads."""
+        for node in reversed(self.scratch):
+            if not node.users:
+                node.graph.erase_node(node)
+        self.scratch.clear()
 
     @staticmethod
     def of(module: fx.GraphModule) -> Context:

@@ -16,10 +16,11 @@ from .transfer import leaves_of, nodes_in
 
 aten = torch.ops.aten
 # Operators that read the shape of their first operand, not its values.
-_SHAPE_ONLY = {
-    aten.copy.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+_FACTORIES = {
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default, aten.fill.Scalar,
 }
+_SHAPE_ONLY = _FACTORIES | {aten.copy.default}
 
 
 def unseen(chain: Chain, sizes: Sizes) -> list[fx.Node]:
@@ -28,6 +29,7 @@ def unseen(chain: Chain, sizes: Sizes) -> list[fx.Node]:
     if chain.attention is not None:
         # Loads that a gathered form takes over are no leaves any more, but were examined as such.
         leaves |= {node for node in nodes_in(chain.attention) if node is not chain.attention.output}
+        leaves |= chain.attention.copies
     stack = [chain.rotation.node]
     if chain.quantisation is not None and chain.quantisation.scales is not None:
         stack.append(chain.quantisation.scales.node)
@@ -54,4 +56,4 @@ def _read(node: fx.Node) -> list[fx.Node]:
     operands = node.all_input_nodes
     if node.target in _SHAPE_ONLY:
         operands = operands[1:]
-    return [n for n in operands if n.all_input_nodes]
+    return [n for n in operands if n.all_input_nodes and n.target not in _FACTORIES]

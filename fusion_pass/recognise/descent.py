@@ -1,8 +1,5 @@
-"""Ways from an element back to an element that it depends on, remembered so that they can be gone again.
-
-A ``Path`` is found once, for a few sampled elements, and then maps any other element of its start to the element of
-its end: that is how the strides of an operand along tokens, heads, channels and keys are read off.
-"""
+"""Searches back from elements, for the contractions that they are made of; what is found comes with its way
+(``paths.py``), so that it can be gone again for other elements."""
 
 from __future__ import annotations
 
@@ -14,97 +11,16 @@ import torch.fx as fx
 
 from ..elements.contractions import Contraction, contraction
 from ..elements.layouts import probe, radix
-from ..elements.moves import Piece, broadcast_index, ravel, sources, unravel
+from ..elements.moves import Piece, broadcast_index, sources
 from ..elements.sizes import Sizes
 from ..fx_access import args_of, kwargs_of
+from .paths import MEETING_DEPTH, Path, Step, Unfollowed, advance, reduced
 
 aten = torch.ops.aten
 SOFTMAX = {aten._softmax.default, aten.softmax.int, aten._safe_softmax.default}
 LOG_SOFTMAX = {aten._log_softmax.default, aten.log_softmax.int}
 VISIT_LIMIT = 2000
 MAX_TERMS = 512
-
-
-class Unfollowed(Exception):
-    """A remembered way does not exist for some other element."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """From ``node`` to its operand ``operand``: ``kind`` is "move", "point" (pointwise, broadcast), "same" (softmax),
-    "factor" (term ``fixed`` of a contraction; ``side`` names the operand), "term" (term ``fixed`` of a sum),
-    "rows" (the mask of a boolean assignment), "scalar" (a single element)."""
-
-    node: fx.Node
-    operand: fx.Node
-    kind: str
-    fixed: int = 0
-    side: str = ""
-
-
-Path = tuple[Step, ...]
-
-
-def advance(step: Step, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """The element of ``step.operand`` for every element ``index`` of ``step.node``."""
-    node, operand = step.node, step.operand
-    if step.kind == "move":
-        result = torch.full_like(index, -1)
-        sizes.seen.add(node)
-        for piece in sources(node, index, sizes) or []:
-            if piece.source is operand:
-                if piece.lanes is None:
-                    every: torch.Tensor = piece.index
-                    return every
-                result[piece.lanes] = piece.index
-        if bool((result < 0).any()):
-            raise Unfollowed(f"{node.name} takes elements from elsewhere than {operand.name}")
-        return result
-    if step.kind == "point":
-        return broadcast_index(index, sizes.shape(node), sizes.shape(operand))
-    if step.kind == "same":
-        return index
-    if step.kind == "factor":
-        found = contraction(node, sizes)
-        assert found is not None
-        at = found.lhs_at if step.side == "lhs" else found.rhs_at
-        return at(index, torch.full_like(index, step.fixed))
-    if step.kind == "term":
-        return _reduced_index(node, index, step.fixed, sizes)
-    if step.kind == "rows":
-        return index // (sizes.numel(node) // max(sizes.numel(operand), 1))
-    return torch.zeros_like(index)
-
-
-def replay(path: Path, index: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    for step in path:
-        index = advance(step, index, sizes)
-    return index
-
-
-def _reduced(node: fx.Node, sizes: Sizes) -> tuple[list[int], int, bool]:
-    """(reduced dimensions, number of terms, keepdim) of a sum."""
-    shape = sizes.shape(args_of(node)[0])
-    dims = sizes.argument(node.args[1]) if len(node.args) > 1 else None
-    dims = list(range(len(shape))) if not dims else [d % len(shape) for d in dims]
-    total = 1
-    for d in dims:
-        total *= shape[d]
-    keepdim = bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False))
-    return dims, total, keepdim
-
-
-def _reduced_index(node: fx.Node, index: torch.Tensor, term: int, sizes: Sizes) -> torch.Tensor:
-    shape = sizes.shape(args_of(node)[0])
-    dims, _, keepdim = _reduced(node, sizes)
-    coordinates = unravel(index, sizes.shape(node))
-    if keepdim:
-        coordinates = [c for d, c in enumerate(coordinates) if d not in dims]
-    inner = unravel(torch.full_like(index, term), tuple(shape[d] for d in dims))
-    full: list[torch.Tensor] = []
-    for d in range(len(shape)):
-        full.append(inner[dims.index(d)] if d in dims else coordinates.pop(0))
-    return ravel(full, shape)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -211,8 +127,10 @@ class Descent:
 
     def _linear_operands(self, node: fx.Node, index: torch.Tensor) -> list[tuple[fx.Node, str, int]] | None:
         if node.target is aten.sum.dim_IntList and contraction(node, self.sizes) is None:
-            _, terms, _ = _reduced(node, self.sizes)
+            _, terms, _ = reduced(node, self.sizes)
             return [(args_of(node)[0], "term", k) for k in range(terms)] if terms <= MAX_TERMS else None
+        if node.target is aten.addcmul.default or getattr(node.target, "__name__", "") == "fma.default":
+            return self._added_product(node, index)
         if node.target not in _LINEAR:
             return None
         operands = [a for a in args_of(node) if is_tensor(a)]
@@ -224,6 +142,17 @@ class Descent:
                                                                and varying[0] is not node.args[0])):
             return None
         return [(a, "point", 0) for a in varying]
+
+    def _added_product(self, node: fx.Node, index: torch.Tensor) -> list[tuple[fx.Node, str, int]] | None:
+        """a + b * c, where at most one of b and c changes with the channel."""
+        operands: list[fx.Node] = list(args_of(node)[:3])
+        if node.target is not aten.addcmul.default:
+            operands = [operands[2], *operands[:2]]     # prims.fma(b, c, a)
+        varying = [is_tensor(a) and varies(broadcast_index(index, self.sizes.shape(node), self.sizes.shape(a)))
+                   for a in operands]
+        if all(varying[1:]):
+            return None
+        return [(a, "point", 0) for a, moves in zip(operands, varying) if moves]
 
     def chain(self, node: fx.Node, index: torch.Tensor, scaled: bool = False) -> list[Reach]:
         """``node`` and the nodes that its elements come from through moves, as long as all come from one node; with
@@ -240,10 +169,31 @@ class Descent:
                 result.append(Reach(operand, every, advance(step, last.index, self.sizes), (*last.path, step),
                                     last.factor * factor))
                 continue
+            if moved is not None and len(moved) > 1 and (source := self._meeting_point(moved)) is not None:
+                step = Step(last.node, source, "meet")
+                result.append(Reach(source, every, advance(step, last.index, self.sizes), (*last.path, step),
+                                    last.factor))
+                continue
             if moved is None or len(moved) != 1 or len(moved[0][1]) != len(index):
                 return result
             operand, _, inner = moved[0]
             result.append(Reach(operand, every, inner, (*last.path, Step(last.node, operand, "move")), last.factor))
+
+
+    def _meeting_point(self, moved: list[tuple[fx.Node, torch.Tensor, torch.Tensor]]) -> fx.Node | None:
+        """The tensor that all parts of a joined one are taken from."""
+        common: list[fx.Node] | None = None
+        for operand, _, index in moved:
+            way, here, at = [operand], operand, index[:1]
+            while len(way) < MEETING_DEPTH:
+                pieces = sources(here, at, self.sizes)
+                if not pieces or not isinstance(pieces[0].source, fx.Node):
+                    break
+                self.sizes.seen.add(here)
+                here, at = pieces[0].source, pieces[0].index
+                way.append(here)
+            common = way if common is None else [n for n in common if n in way]
+        return common[0] if common else None
 
 
 def number_factor(node: fx.Node, sizes: Sizes) -> tuple[fx.Node, float] | None:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 import torch
 import torch.fx as fx
 
+from ..elements.loads import INDEXED, load_index
 from ..elements.moves import sources
 from ..elements.numeric import Leaf, Numeric, Unevaluated, random_leaf
-from ..elements.numeric_rules import INDEXED, load_index
 from ..fx_access import args_of
 from .attention_bindings import Binder, Binding
 from .attention_match import Gathered, Operand
-from .descent import Reach, Step, Unfollowed, advance, fit, is_tensor, replay
+from .descent import Reach, fit, is_tensor
+from .paths import Step, Unfollowed, advance, replay
 from .region import constant_only
 
 aten = torch.ops.aten

@@ -23,7 +23,8 @@ from .attention_match import AttentionMatch, Operand, Partials
 from .attention_proof import depends_on, node_leaf
 from .attention_sites import Explorer, Site
 from .context import Context
-from .descent import _PRODUCTS, Path, Reach, fit, replay
+from .descent import _PRODUCTS, Reach, fit
+from .paths import Path, replay
 from .refusal import Refused
 from .region import statistic_inputs
 

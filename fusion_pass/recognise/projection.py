@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from ..elements.contractions import Contraction
 from ..elements.follow import Follower
-from ..elements.layouts import Axis, probe, radix
+from ..elements.layouts import Axis, probe, radix, row_major
 from ..elements.moves import CASTS, Piece, broadcast_index, is_move
 from ..elements.numeric import Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
@@ -19,7 +19,8 @@ from ..fx_access import args_of
 from .anchors import Anchor
 from .quant_path import FP8, QuantPath, dtype_of, is_eight_bit_cast
 from .refusal import Refused
-from .rotation import OuterAxis, Rotation
+from .rotation import Rotation
+from .structure import OuterAxis
 
 aten = torch.ops.aten
 E8M0 = torch.float8_e8m0fnu
@@ -52,6 +53,10 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
     found = anchor.contraction
     if found.extent % rotation.head_dim:
         return _grouping_of_sum(rotation, anchors, sizes)
+    if found.extent == rotation.head_dim and len(anchors) > 1:
+        summed = _grouping_of_sum(rotation, anchors, sizes)     # head by head, added up
+        if isinstance(summed, Grouping) and summed.heads_per_group > 1:
+            return summed
     lanes = found.indices(torch.zeros(1, dtype=torch.int64))[0][0]
     only = follower.follow(found.lhs, lanes, stop=frozenset([rotation.node]), through=path).only()
     node = anchor.node
@@ -88,6 +93,9 @@ def recognise_grouping(rotation: Rotation, anchors: list[Anchor], sizes: Sizes, 
         return Grouping(_ordered(tokens), inner.size // per_group, per_group, inner.source, inner.here * per_group,
                         inner.here)
     outer = next((a for a in fixed if a is not inner and a.source == per_group * inner.source), None)
+    if outer is not None and any(a.source * a.size == inner.source for a in fixed if a is not outer) and (
+            _shares_weights(outer, anchor, rotation, sizes, follower, path)):
+        outer = None            # a batch, that lies where groups would: there are heads between those of this group
     others = [a for a in fixed if a is not inner and a is not outer]
     if outer is None:
         lower = next((a for a in others if 0 < a.source < inner.source), None)
@@ -136,6 +144,27 @@ def _grouping_of_sum(rotation: Rotation, anchors: list[Anchor], sizes: Sizes) ->
     if total % per_group:
         return Refused("bgemm", f"{total} heads do not split into groups of {per_group}", node)
     return Grouping(_ordered(tokens), total // per_group, per_group, inner.source, inner.here * per_group, inner.here)
+
+
+def _shares_weights(axis: OuterAxis, anchor: Anchor, rotation: Rotation, sizes: Sizes, follower: Follower,
+                    path: QuantPath) -> bool:
+    """Are there outputs that multiply the same weights by different places of ``axis``? Groups have weights of their
+    own; what shares them is a batch."""
+    shape = sizes.shape(anchor.node)
+    first = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(shape, row_major(shape)):
+        if size == 1:
+            continue
+        lhs, rhs = anchor.contraction.indices(probe(size) * stride, first)
+        trace = follower.follow(anchor.operand, lhs.flatten(), stop=frozenset([rotation.node]), through=path)
+        for origin in trace.origins:
+            if origin.node is not rotation.node:
+                continue
+            place = origin.index // axis.here % axis.size
+            weights = rhs.flatten()[origin.lanes]
+            if bool(((weights == weights[0]) & (place != place[0])).any()):
+                return True
+    return False
 
 
 def _finished_sum(node: fx.Node) -> fx.Node:

@@ -23,7 +23,8 @@ CLAMPS = {aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, at
 EXTREMA = {aten.minimum.default, aten.maximum.default}
 ABS_MAX = {aten.amax.default, aten.max.dim, aten.max.default}
 CONTRACTIONS = {aten.bmm.default, aten.mm.default, aten.addmm.default, aten.baddbmm.default, aten.matmul.default,
-                aten.linear.default, aten.einsum.default, aten._scaled_mm.default, aten.bmm.dtype, aten.mm.dtype}
+                aten.linear.default, aten.einsum.default, aten._scaled_mm.default, aten.bmm.dtype, aten.mm.dtype,
+                aten.convolution.default}
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
@@ -96,8 +97,9 @@ def _is_largest_magnitude(node: fx.Node) -> bool:
 
 def _is_absolute(node: object) -> bool:
     while isinstance(node, fx.Node):
-        if node.target is aten.abs.default:
-            return True
+        if node.target is aten.abs.default or (node.target is aten.pow.Tensor_Scalar and node.args[1] == 2) or (
+                node.target is aten.mul.Tensor and node.args[0] is node.args[1]):
+            return True                 # |x|, or x * x, whose root is taken later
         if is_float_cast(node) or node.target in (aten.view.default, aten.reshape.default, aten.permute.default,
                                                   aten.transpose.int, aten._unsafe_view.default, aten.clone.default,
                                                   aten.slice.Tensor, aten.unsqueeze.default):

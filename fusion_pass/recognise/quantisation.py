@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ..elements.constants import constant_values
 from ..elements.follow import Follower
-from ..elements.moves import CASTS, unravel
+from ..elements.moves import unravel
 from ..elements.numeric import Leaf, Numeric, Unevaluated, random_leaf
 from ..elements.sizes import Sizes
 from ..fx_access import args_of
@@ -31,9 +32,12 @@ from ..patterns.inverse_rope import inverse_rope
 from .quant_path import FP8, QuantPath, dtype_of
 from .refusal import Refused
 from .rotation import Rotation
+from .unchanged import Known
 
 aten = torch.ops.aten
 BLOCKS = (128, 32)
+FLOORS = {aten.clamp_min.default, aten.clamp.default, aten.maximum.default, aten.where.self, aten.fmax.default,
+          aten.clamp.Tensor, aten.clamp_min.Tensor, aten.where.ScalarSelf, aten.where.ScalarOther}
 MANY_ROWS = 512
 CHUNK = 32
 MAGNITUDES = (1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10, 1e-12, 1e-14)
@@ -95,6 +99,17 @@ def random_table(seed: int, is_complex: bool) -> Callable[..., Any]:
     return (lambda index: torch.complex(re(index), im(index))) if is_complex else re
 
 
+def _table_leaf(table: fx.Node, seed: int, sizes: Sizes) -> Leaf:
+    """Random elements of a table, but for those that the source filled in (cos = 1 for channels that stay)."""
+    is_complex = sizes.dtype(table).is_complex
+    random, known = random_table(seed, is_complex), Known(sizes)
+
+    def leaf(index: torch.Tensor) -> torch.Tensor:
+        values, filled = random(index), known.values(table, index)
+        return torch.where(torch.isnan(filled), values, filled if is_complex else filled.real)
+    return leaf
+
+
 def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, follower: Follower,
                            constants: Callable[..., Any] | None) -> Quantisation | Refused:
     """Prove what the node of ``rotation`` holds to be the block quantisation of the rotation, and find its form."""
@@ -110,7 +125,7 @@ def recognise_quantisation(rotation: Rotation, path: QuantPath, sizes: Sizes, fo
     if not forms:
         return Refused("fp8_quant", f"heads of {rotation.head_dim} channels are no whole number of blocks of "
                        f"{' or '.join(map(str, sorted(BLOCKS)))}", node)
-    floors = _floor_candidates([use.scale for use in path.scales])
+    floors = _floor_candidates([use.scale for use in path.scales], sizes)
     for magnitude in MAGNITUDES:
         try:
             x, found = _values(rotation, sizes, constants, magnitude)
@@ -170,7 +185,7 @@ def _values(rotation: Rotation, sizes: Sizes, constants: Callable[..., Any] | No
     leaves = {rotation.source: _uneven(magnitude, CHUNK * rotation.channel_stride)}
     tables = sorted({rotation.cos.node, rotation.sin.node}, key=lambda n: n.name)
     for number, table in enumerate(tables):
-        leaves[table] = random_table(20 + 2 * number, sizes.dtype(table).is_complex)
+        leaves[table] = _table_leaf(table, 20 + 2 * number, sizes)
     engine = Numeric(sizes, leaves, constants)
     outer = _outer_samples(rotation) if outer is None else outer
     x = rotated(rotation, outer, leaves[rotation.source], table_values(engine))
@@ -243,7 +258,7 @@ def _scale_tensor(rotation: Rotation, path: QuantPath, sizes: Sizes, follower: F
     return ScaleTensor(node, int(index[0]), tuple(strides), per_block)
 
 
-def _floor_candidates(scales: list[fx.Node]) -> list[float]:
+def _floor_candidates(scales: list[fx.Node], sizes: Sizes) -> list[float]:
     """Constants of minimum-clamps behind the scales (applied to amax or to amax/448), and none at all."""
     found: list[float] = []
     stack = list(scales)
@@ -253,10 +268,11 @@ def _floor_candidates(scales: list[fx.Node]) -> list[float]:
         if node in seen or node.op != "call_function":
             continue
         seen.add(node)
-        if node.target in (aten.clamp_min.default, aten.clamp.default, aten.maximum.default):
-            numbers = [a for a in (*node.args[1:2], node.kwargs.get("min")) if isinstance(a, (int, float))]
-            constants = [_constant_of(a) for a in args_of(node)[1:2] if isinstance(a, fx.Node)]
-            found.extend(float(n) for n in (*numbers, *constants) if isinstance(n, (int, float)) and n > 0)
+        if node.target in FLOORS:
+            for number in (*node.args[1:3], node.kwargs.get("min"), node.kwargs.get("other")):
+                value = _number(number, sizes)
+                if value is not None and value > 0:
+                    found.append(value)
         if node.target in (aten.abs.default,):
             continue
         stack.extend(node.all_input_nodes)
@@ -266,10 +282,11 @@ def _floor_candidates(scales: list[fx.Node]) -> list[float]:
     return [*candidates, 0.0] if candidates else [0.0]
 
 
-def _constant_of(node: fx.Node) -> float | None:
-    if node.target in (aten.full.default, aten.scalar_tensor.default):
-        value = node.args[-1]
-        return float(value) if isinstance(value, (int, float)) else None
-    if node.target in CASTS and isinstance(node.args[0], fx.Node):
-        return _constant_of(node.args[0])
-    return None
+def _number(value: object, sizes: Sizes) -> float | None:
+    """A number, or the first element of a tensor that the graph makes from nothing."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        return None
+    first = constant_values(value, torch.zeros(1, dtype=torch.int64), sizes) if sizes.numel(value) else None
+    return None if first is None or first.is_complex() else float(first[0])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.fx as fx
 
 from ..elements.moves import sources
 from ..elements.numeric import evaluable
 from ..elements.sizes import Sizes
+from ..fx_access import args_of
 from .context import Context
 from .descent import is_pointwise, is_tensor
 
@@ -41,7 +44,8 @@ def constant_only(node: fx.Node, limit: int = 200) -> bool:
     seen, work = set(), [node]
     while work:
         here = work.pop()
-        if here in seen or not is_tensor(here) or here.target in FACTORIES:
+        value = here.meta.get("val")        # a list of tensors is what a split gives
+        if here in seen or not isinstance(value, (torch.Tensor, list, tuple)) or here.target in FACTORIES:
             continue
         seen.add(here)
         if (here.op == "placeholder" and here.meta.get("lifted_constant") is None) or len(seen) > limit:
@@ -61,6 +65,8 @@ def unknown_inputs(node: fx.Node, known: set[fx.Node], sizes: Sizes) -> list[lis
         return [[node]]
     inputs = [n for n in node.all_input_nodes if is_tensor(n)]
     if moves_elements(node, sizes):
+        if node.target is operator.getitem:         # a part of a split or unbound tensor
+            inputs = [args_of(args_of(node)[0])[0]]
         return [[node, *chain] for n in inputs for chain in unknown_inputs(n, known, sizes)]
     if not is_pointwise(node):
         return [[node]]

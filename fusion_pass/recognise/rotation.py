@@ -15,35 +15,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx as fx
 
 from ..elements.follow import Follower, Through
-from ..elements.layouts import Axis, probe, radix, row_major
+from ..elements.layouts import Axis, row_major
+from ..elements.polynomials import Atom, Complex, Poly, Value
 from ..elements.sizes import Sizes
-from ..elements.symbolic import Atom, Complex, Poly, Symbolic, Value, describe
+from ..elements.symbolic import Symbolic, describe
 from .refusal import Refused
+from .structure import OuterAxis, Structure
 
-ROW = 2048
 TABLE_ADDRESS = "the table is not addressed by token and pair alone"
-
-
-@dataclass(frozen=True)
-class OuterAxis:
-    """An axis of the rotated output other than the channels: strides in the source, in the node, in the tables."""
-
-    size: int
-    source: int
-    here: int
-    cos: int
-    sin: int
-    size_from: tuple[fx.Node, int] | None = None
-
-    @property
-    def is_token(self) -> bool:
-        """The rotation changes along it, so it runs over tokens."""
-        return bool(self.cos or self.sin)
 
 
 @dataclass(frozen=True)
@@ -55,6 +38,7 @@ class Table:
     negated: bool
     offset: int
     pair: int
+    half_from: tuple[fx.Node, int] | None = None    # the dimension that holds the pairs, where its size is symbolic
 
 
 @dataclass(frozen=True)
@@ -77,140 +61,6 @@ class Rotation:
         return (self.head_dim - self.rope_start) // 2
 
 
-@dataclass(frozen=True)
-class Structure:
-    """Where the untouched channels of ``node`` come from, before anything is known of the rotated ones."""
-
-    node: fx.Node
-    source: fx.Node
-    offset: int
-    axes: tuple[OuterAxis, ...]
-    head_dim: int
-    channel_stride: int
-    rope_start: int
-
-    def source_index(self, outer: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
-        """``outer``: coordinates [M, number of axes]; ``channel`` [M]."""
-        strides = torch.tensor([a.source for a in self.axes], dtype=torch.int64)
-        return self.offset + (outer * strides).sum(1) + channel * self.channel_stride
-
-    def here_index(self, outer: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
-        strides = torch.tensor([a.here for a in self.axes], dtype=torch.int64)
-        return (outer * strides).sum(1) + channel
-
-    def random_outer(self, count: int, seed: int = 0) -> torch.Tensor:
-        """``count`` random coordinates of the outer axes, [count, axes]."""
-        generator = torch.Generator().manual_seed(seed)
-        columns = [torch.randint(0, a.size, (count,), generator=generator) for a in self.axes]
-        return torch.stack(columns, 1) if columns else torch.zeros(count, 0, dtype=torch.int64)
-
-
-def read_structure(node: fx.Node, sizes: Sizes, follower: Follower, through: Through | None) -> Structure | None:
-    """The layout of the untouched channels, or None when ``node`` is not a partly changed copy of one tensor."""
-    numel, shape = sizes.numel(node), sizes.shape(node)
-    row = torch.arange(min(numel, ROW))
-    trace = follower.follow(node, row, through=through)
-    if not trace.origins or not isinstance(trace.origins[0].node, fx.Node) or int(trace.origins[0].lanes[0]) != 0:
-        return None
-    source = trace.origins[0].node
-    index = torch.full((len(row),), -1, dtype=torch.int64)
-    index[trace.origins[0].lanes] = trace.origins[0].index
-    inside = index >= 0
-    if len(row) < 2 or not inside[1]:
-        return None
-    stride = int(index[1] - index[0])
-    run = inside & (index == index[0] + row * stride)
-    changed = (~run).nonzero()
-    if len(changed) == 0 or bool(inside[int(changed[0])]):
-        return None
-    start = int(changed[0])
-    back = inside[start:].nonzero()
-    if len(back) == 0 and len(row) < numel:
-        return None
-    head_dim = start + int(back[0]) if len(back) else len(row)
-    if (head_dim - start) % 2 or stride == 0:
-        return None
-    outer, inner = list(shape), 1
-    while outer:
-        inner *= outer.pop()
-        if inner % head_dim == 0:
-            break
-    if inner % head_dim:
-        return None
-    outer_dims = len(outer)
-    if inner // head_dim > 1:
-        outer.append(inner // head_dim)
-    axes: list[OuterAxis] = []
-    for dim, (size, here) in enumerate(zip(outer, [s * head_dim for s in row_major(outer)])):
-        if size == 1:
-            continue
-        only = follower.follow(node, probe(size) * here, through=through).only()
-        if only is None or only.node is not source:
-            return None
-        parts = radix(only.index - int(index[0]), size)
-        if parts is None:
-            return None
-        parts = _split_at_source_dims(parts, source, sizes)
-        axes.extend(_axes(node, source, dim if dim < outer_dims else None, parts, here, sizes))
-    found = Structure(node, source, int(index[0]), tuple(axes), head_dim, stride, start)
-    outer_at = found.random_outer(48)
-    channel = torch.randint(0, start, (48,), generator=torch.Generator().manual_seed(1))
-    only = follower.follow(node, found.here_index(outer_at, channel), through=through).only()
-    if only is None or only.node is not source or not bool(
-            (only.index == found.source_index(outer_at, channel)).all()):
-        return None
-    return found
-
-
-def _split_at_source_dims(parts: list[tuple[int, int]], source: fx.Node, sizes: Sizes) -> list[tuple[int, int]]:
-    """An axis that runs over two dimensions of the source (tokens and groups of heads, say) becomes two axes."""
-    borders = row_major(sizes.shape(source))
-    result = []
-    for size, stride in parts:
-        inner: list[tuple[int, int]] = []
-        for border in sorted(borders):
-            count = border // stride if stride > 0 else 0
-            if stride > 0 and border % stride == 0 and 1 < count < size and size % count == 0:
-                inner.append((count, stride))
-                size, stride = size // count, border
-        result.extend([(size, stride), *reversed(inner)])
-    return result
-
-
-def _axes(node: fx.Node, source: fx.Node, dim: int | None, parts: list[tuple[int, int]], here: int,
-          sizes: Sizes) -> list[OuterAxis]:
-    """Axes of one dimension of ``node``; a symbolic size is read from the source's own dimension if it is one."""
-    symbolic = dim is not None and not isinstance(node.meta["val"].shape[dim], int)
-    strides = row_major(sizes.shape(source))
-    axes, step = [], here
-    for size, stride in reversed(parts):
-        size_from: tuple[fx.Node, int] | None = None
-        if dim is not None and symbolic:
-            for at, (own, length) in enumerate(zip(strides, source.meta["val"].shape)):
-                if own == stride and sizes.shape(source)[at] == size and not isinstance(length, int):
-                    size_from = (source, at)
-            if size_from is None and len(parts) == 1:
-                size_from = (node, dim)
-            if size_from is None:
-                size_from = _input_of_size(node, dim, size, sizes)
-        axes.append(OuterAxis(size, stride, step, 0, 0, size_from))
-        step *= size
-    return axes[::-1]
-
-
-def _input_of_size(node: fx.Node, dim: int, size: int, sizes: Sizes) -> tuple[fx.Node, int] | None:
-    """A graph input's dimension that is the part of ``size`` elements of a dimension joining several axes (batch and
-    tokens, say): the joint dimension divided by the other, fixed, axes."""
-    others = sizes.shape(node)[dim] // size
-    wanted = sympy.expand(node.meta["val"].shape[dim].node.expr / others)
-    for value in node.graph.find_nodes(op="placeholder"):
-        shape = value.meta["val"].shape if isinstance(value.meta.get("val"), torch.Tensor) else ()
-        for at, length in enumerate(shape):
-            if isinstance(length, torch.SymInt) and sympy.expand(length.node.expr - wanted) == 0:
-                return value, at
-    return None
-
-
 @dataclass
 class _Sample:
     outer: torch.Tensor
@@ -229,6 +79,13 @@ def recognise_rotation(found: Structure, sizes: Sizes, follower: Follower,
         finer = _split_at_periods(found, sizes, follower, through)
         if finer is not None:
             return _recognise(finer, sizes, follower, through)
+        # Rows of a table that the source picks by constants, in some order: then the picked rows are the table.
+        sizes.loads_move = False
+        try:
+            again = _recognise(found, sizes, follower, through)
+        finally:
+            sizes.loads_move = True
+        return again if isinstance(again, Rotation) else rotation
     return rotation
 
 
@@ -275,7 +132,7 @@ def _recognise(found: Structure, sizes: Sizes, follower: Follower, through: Thro
         table = _fit(found, samples, name, half)
         if isinstance(table, str):
             return Refused("inverse_rope", table, found.node)
-        fitted.append(table)
+        fitted.append((replace(table[0], half_from=_half_from(table[0], half, sizes)), table[1]))
     (cos, cos_strides), (sin, sin_strides) = fitted
     axes = tuple(OuterAxis(a.size, a.source, a.here, c, s, a.size_from)
                  for a, c, s in zip(found.axes, cos_strides, sin_strides))
@@ -377,6 +234,15 @@ def _fit(found: Structure, samples: list[_Sample], name: str, half: int) -> tupl
             return (f"{name} of token {outer}, pair {i} is element {atom.index} of {atom.node.name}, expected element "
                     f"{index} of {first.node.name}: {TABLE_ADDRESS}")
     return Table(first.node, first.part, first.negated, first.index, pair), strides
+
+
+def _half_from(table: Table, half: int, sizes: Sizes) -> tuple[fx.Node, int] | None:
+    """With ``dynamic=True`` the width of a table that is a graph's input is a symbol as well."""
+    shape = sizes.shape(table.node)
+    for dim, (step, length) in enumerate(zip(row_major(shape), shape)):
+        if step == table.pair and length == half and not isinstance(table.node.meta["val"].shape[dim], int):
+            return table.node, dim
+    return None
 
 
 def source_axes(rotation: Rotation, axes: tuple[OuterAxis, ...]) -> list[Axis]:

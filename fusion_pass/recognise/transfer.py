@@ -126,7 +126,7 @@ def nodes_in(value: object) -> Iterator[fx.Node]:
         yield value.operand
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
-            if item.name not in ("interior", "casts", "attention_refused", "fallbacks"):
+            if item.name not in ("interior", "casts", "attention_refused", "fallbacks", "copies"):
                 yield from nodes_in(getattr(value, item.name))
 
 
