@@ -150,7 +150,7 @@ class ChainWriter:
             factor = 2
             offset = offset * 2 + (table.part == "im")
         axes = [Axis(a.size, getattr(a, name) * factor, a.size_from) for a in self.chain.grouping.tokens]
-        axes.append(Axis(rotation.half, table.pair * factor))
+        axes.append(Axis(rotation.half, table.pair * factor, table.half_from))
         taken = builder.take(node, offset, axes)
         if taken is None:
             return None
@@ -165,15 +165,17 @@ class ChainWriter:
             if node is None:
                 return None
             strides = [getattr(a, name) for a in tokens]
+            rotation = self.chain.rotation
+            half = self.builder.size(Axis(rotation.half, 0, getattr(rotation, name).half_from))
             if batch is not None and len(tokens) == 2 and batch == (0,) and (strides[1] or tokens[1].size == 1):
                 result.append(node)
                 continue
             if any(stride == 0 and axis.size != 1 for stride, axis in zip(strides, tokens)):
                 shape = [self.builder.size(Axis(a.size, 0, a.size_from)) for a in tokens]
-                node = self.builder.call(aten.expand.default, node, [*shape, self.chain.rotation.half])
+                node = self.builder.call(aten.expand.default, node, [*shape, half])
             groups = [tokens] if batch is None else [
                 [tokens[i] for i in batch], [a for i, a in enumerate(tokens) if i not in batch]]
-            result.append(self.builder.view(node, [*self.products(groups), self.chain.rotation.half]))
+            result.append(self.builder.view(node, [*self.products(groups), half]))
         return result
 
     def products(self, groups: list[Any]) -> list[int | fx.Node]:

@@ -106,15 +106,42 @@ class Sizes:
         """The hints first, then hints moved apart, so that two symbols never agree by accident."""
         yield Sizes()
         hints: dict[sympy.Symbol, int] = {}
+        equal: dict[sympy.Symbol, sympy.Expr] = {}
         for node in graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, (torch.SymInt, torch.SymFloat)) and not value.node.is_constant():
                 found = symbol_hints(value.node.shape_env)
                 hints.update({s: found[s] for s in value.node.expr.free_symbols if s in found})
+                equal = equal or _equalities(value.node.shape_env)
         if hints:
             for step in (1, 2, 5):
-                yield Sizes({s: max(2, hint) + step * (i + 1) if isinstance(hint, int) else hint
-                             for i, (s, hint) in enumerate(sorted(hints.items(), key=lambda kv: str(kv[0])))})
+                values = {s: max(2, hint) + step * (i + 1) if isinstance(hint, int) else hint
+                          for i, (s, hint) in enumerate(sorted(hints.items(), key=lambda kv: str(kv[0])))}
+                for symbol, expr in equal.items():
+                    if symbol in values and all(s in values for s in expr.free_symbols):
+                        values[symbol] = int(expr.xreplace({s: sympy.Integer(values[s]) for s in expr.free_symbols}))
+                yield Sizes(values)
+
+
+def _equalities(shape_env: Any) -> dict[sympy.Symbol, sympy.Expr]:
+    """Symbols that the program's guards make equal to others (``Eq(a + a // 16, b + a // 16)``: a is b), where the
+    ShapeEnv itself has not replaced them. No symbol on the left stands on a right side."""
+    found: dict[sympy.Symbol, sympy.Expr] = {}
+    for guard in getattr(shape_env, "guards", ()):
+        if not isinstance(guard.expr, sympy.Eq):
+            continue
+        difference = sympy.expand((guard.expr.lhs - guard.expr.rhs).xreplace(found))
+        for symbol in sorted(difference.free_symbols, key=str, reverse=True):
+            rest = difference - symbol
+            if symbol not in rest.free_symbols:             # symbol + rest == 0
+                solved = -rest
+            elif symbol not in (difference + symbol).free_symbols:
+                solved = difference + symbol
+            else:
+                continue
+            found = {s: e.xreplace({symbol: solved}) for s, e in found.items()} | {symbol: solved}
+            break
+    return found
 
 
 def symbol_hints(shape_env: object) -> dict[sympy.Symbol, int | float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.fx as fx
+
 from ..elements.layouts import Axis
 from .anchors import Anchor
 from .attention_match import AttentionMatch, OutputAxes
@@ -42,16 +44,23 @@ class Chain:
         """What must not depend on the example's sizes: equal for the same chain under another assignment of the size
         symbols."""
         rotation, grouping = self.rotation, self.grouping
-        tokens = tuple(None if a.size_from is not None else a.size for a in grouping.tokens)
+        tokens = tuple(a.size if a.size_from is None else _place(a.size_from) for a in grouping.tokens)
         tables = tuple((t.node.name, t.part, t.negated) for t in (rotation.cos, rotation.sin))
+        widths = [t.half_from for t in (rotation.cos, rotation.sin)]
+        # Channels of a head in front of the rotated ones; those are as many as the tables' width says, or fixed.
+        start = rotation.rope_start if None in widths else tuple(_place(w) for w in widths if w is not None)
         return (self.roles, grouping.groups, grouping.heads_per_group, tokens, rotation.node.name,
-                rotation.source.name, rotation.head_dim, rotation.rope_start, tables,
+                rotation.source.name, rotation.head_dim, start, tables,
                 tuple(bool(a.cos) for a in grouping.tokens),
                 None if self.quantisation is None else (self.quantisation.rule, self.quantisation.block))
 
     @property
     def output_axes(self) -> OutputAxes:
         return output_axes(self.rotation, self.grouping)
+
+
+def _place(size_from: tuple[fx.Node, int]) -> tuple[str, int]:
+    return size_from[0].name, size_from[1]
 
 
 @dataclass

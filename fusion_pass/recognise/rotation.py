@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from ..elements.follow import Follower, Through
-from ..elements.layouts import Axis
+from ..elements.layouts import Axis, row_major
 from ..elements.polynomials import Atom, Complex, Poly, Value
 from ..elements.sizes import Sizes
 from ..elements.symbolic import Symbolic, describe
@@ -38,6 +38,7 @@ class Table:
     negated: bool
     offset: int
     pair: int
+    half_from: tuple[fx.Node, int] | None = None    # the dimension that holds the pairs, where its size is symbolic
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _recognise(found: Structure, sizes: Sizes, follower: Follower, through: Thro
         table = _fit(found, samples, name, half)
         if isinstance(table, str):
             return Refused("inverse_rope", table, found.node)
-        fitted.append(table)
+        fitted.append((replace(table[0], half_from=_half_from(table[0], half, sizes)), table[1]))
     (cos, cos_strides), (sin, sin_strides) = fitted
     axes = tuple(OuterAxis(a.size, a.source, a.here, c, s, a.size_from)
                  for a, c, s in zip(found.axes, cos_strides, sin_strides))
@@ -233,6 +234,15 @@ def _fit(found: Structure, samples: list[_Sample], name: str, half: int) -> tupl
             return (f"{name} of token {outer}, pair {i} is element {atom.index} of {atom.node.name}, expected element "
                     f"{index} of {first.node.name}: {TABLE_ADDRESS}")
     return Table(first.node, first.part, first.negated, first.index, pair), strides
+
+
+def _half_from(table: Table, half: int, sizes: Sizes) -> tuple[fx.Node, int] | None:
+    """With ``dynamic=True`` the width of a table that is a graph's input is a symbol as well."""
+    shape = sizes.shape(table.node)
+    for dim, (step, length) in enumerate(zip(row_major(shape), shape)):
+        if step == table.pair and length == half and not isinstance(table.node.meta["val"].shape[dim], int):
+            return table.node, dim
+    return None
 
 
 def source_axes(rotation: Rotation, axes: tuple[OuterAxis, ...]) -> list[Axis]:

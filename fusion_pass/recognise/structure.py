@@ -203,12 +203,12 @@ def _axes(node: fx.Node, source: fx.Node, dim: int | None, parts: list[tuple[int
 
 def _input_of_size(node: fx.Node, dim: int, size: int, sizes: Sizes) -> tuple[fx.Node, int] | None:
     """A graph input's dimension that is the part of ``size`` elements of a dimension joining several axes (batch and
-    tokens, say): the joint dimension divided by the other, fixed, axes."""
-    others = sizes.shape(node)[dim] // size
-    wanted = sympy.expand(node.meta["val"].shape[dim].node.expr / others)
+    tokens, say): it has that size, and the joint dimension is a multiple of it whatever the symbols are."""
+    joint = node.meta["val"].shape[dim].node.expr
     for value in node.graph.find_nodes(op="placeholder"):
         shape = value.meta["val"].shape if isinstance(value.meta.get("val"), torch.Tensor) else ()
         for at, length in enumerate(shape):
-            if isinstance(length, torch.SymInt) and sympy.expand(length.node.expr - wanted) == 0:
-                return value, at
+            if isinstance(length, torch.SymInt) and not length.node.is_constant() and sizes.number(length) == size:
+                if sympy.cancel(joint / length.node.expr).is_polynomial(*joint.free_symbols):
+                    return value, at
     return None

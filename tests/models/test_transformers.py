@@ -93,6 +93,9 @@ TOLERANCE = {(torch.float32, False): 1e-4, (torch.float32, True): 2e-2, (torch.b
 FORMS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)]
 
 
+SYMBOLIC = ((2, 24), (3, 40))        # batch, tokens
+
+
 def some_slow(forms, quick):
     """Every form with batch 1 and 2; those that are not in ``quick`` (number of the form, batch) are long tests, as
     Dynamo takes ten seconds for each."""
@@ -204,6 +207,27 @@ def test_attention_modules_alone(models):
         layer.self_attn.compile(backend="fusion_pass", fullgraph=True, options=OPTIONS)
     assert relative(model(ids, use_cache=False).logits, wanted) < 1e-4
     assert_all_fused(reports(), layers=1)
+
+
+def test_modules_alone_with_symbolic_sizes(compressed_only):
+    """Every size of a module's inputs is a symbol then, the width of the rotation's tables too, and batch and tokens
+    are joined in the projection. Other sizes reuse the graphs, but for one that Dynamo traces again without the pass
+    as well."""
+    model = copy.deepcopy(compressed_only)
+    wanted = [model(prompt(batch, tokens), use_cache=False).logits for batch, tokens in SYMBOLIC]
+    graphs = {}
+    for backend, options in (("fusion_pass", OPTIONS), ("aot_eager", None)):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        reports = Reports()
+        for layer in model.model.layers:
+            layer.self_attn.compile(backend=backend, fullgraph=True, dynamic=True, options=options)
+        for (batch, tokens), logits in zip(SYMBOLIC, wanted):
+            assert relative(model(prompt(batch, tokens), use_cache=False).logits, logits) < 1e-4
+        graphs[backend] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if backend == "fusion_pass":
+            assert_all_fused(reports(), layers=1, assignments=4)
+    assert graphs["fusion_pass"] == graphs["aot_eager"]
 
 
 def attention_calls(model, ids):
