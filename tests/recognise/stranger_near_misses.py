@@ -339,11 +339,6 @@ def one_pair_left_out(o, cos, sin):
     return out
 
 
-def pairs_of_the_next_angle(o, cos, sin):
-    return put_back(o, torch.view_as_real(complex_of(o[..., NOPE:]) * torch.complex(cos, -sin.roll(1, -1))[:, None]
-                                          ).flatten(-2))
-
-
 def matrix_not_transposed(o, cos, sin):
     matrix = torch.zeros(len(cos), ROPE, ROPE)
     even = torch.arange(0, ROPE, 2)
@@ -362,7 +357,7 @@ ROTATION = [still_channels_halved, still_channels_turned_a_little, first_channel
             one_still_channel_doubled, one_still_channel_doubled_for_one_token, complex_forward,
             still_channels_by_a_quarter, chosen_one_channel_late, partner_two_lanes_off, partner_half_a_rotation_off,
             partner_itself, signs_exchanged, both_signs_plus, lanes_put_into_each_other, one_pair_left_out,
-            pairs_of_the_next_angle, matrix_not_transposed, swapped_by_permutation]
+            matrix_not_transposed, swapped_by_permutation]
 
 
 # ----------------------------------------------------------------------------------------------------- quantisation

@@ -371,6 +371,11 @@ def rows_rolled(o, cos, sin):
     return product_of_complex(o, cos.roll(1, 0), sin.roll(1, 0))
 
 
+def sines_rolled(o, cos, sin):
+    """Sines of other angles than the cosines: no rotation any more, but what the op computes from these tables."""
+    return product_of_complex(o, cos, sin.roll(1, -1))
+
+
 def diagonal_matrices(o, cos, sin):
     """The same, as a sum of three diagonals."""
     off = torch.diag_embed(torch.stack([sin, torch.zeros_like(sin)], -1).flatten(1)[:, :-1], offset=-1)

@@ -83,9 +83,20 @@ def names(value: object) -> str:
     return getattr(value, "__name__", str(value).removeprefix("torch."))
 
 
-@pytest.mark.parametrize("attention, rotation, quantisation, projection, dtype", PROGRAMS, ids=names)
+# Batch and heads come as one axis from this loop over groups: the rotation is fused, the attention in front is not.
+JOINED = (parts.kv_repeated, parts.rows_in_another_order, parts.by_tensordot_loop)
+
+
+@pytest.mark.parametrize("attention, rotation, quantisation, projection, dtype", [
+    pytest.param(*p, marks=pytest.mark.xfail(strict=True, reason="batch and heads as one axis"))
+    if (p[0], p[1], p[3]) == JOINED else p for p in PROGRAMS], ids=names)
 def test_fused(attention, rotation, quantisation, projection, dtype):
     check(*compiled(program(attention, rotation, quantisation, projection, dtype), dtype), quantisation, dtype)
+
+
+def test_tables_are_taken_as_they_are():
+    report, error = compiled(program(PLAIN[0], parts.sines_rolled, *PLAIN[2:], torch.float32), torch.float32)
+    assert [chain.roles for chain in report.fused] == [("inverse_rope", "bgemm")] and error < 1e-6
 
 
 class Called(torch.nn.Module):
