@@ -20,6 +20,7 @@ from .sizes import Sizes
 aten = torch.ops.aten
 INDEXED = (aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.embedding.default,
            aten._unsafe_index.Tensor)
+STORES = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_copy.default)
 WRITES = 1 << 14
 
 

@@ -31,6 +31,7 @@ class Sizes:
         self.seen: set[fx.Node] = set()     # nodes that an engine has looked at, see recognise/coverage.py
         self.loads_move = True              # rolls, and loads by indices made from nothing (loads.py), are moves
         self.from_nothing: dict[fx.Node, bool] = {}                 # answers of constants.py
+        self.may_be_known: dict[fx.Node, bool] = {}                 # answers of recognise/unchanged.py
         self.are_signs: dict[fx.Node, torch.Tensor | None] = {}
         self._shapes: dict[fx.Node, tuple[int, ...]] = {}
         self._numbers: dict[sympy.Expr, int | float] = {}

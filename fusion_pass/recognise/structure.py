@@ -82,11 +82,22 @@ def read_structure(node: fx.Node, sizes: Sizes, follower: Follower, through: Thr
     if len(ends) < 2 and not any(isinstance(end, fx.Node) and may_leave_unchanged(end) for end in ends):
         return None
     way = unchanged(sizes, through)
-    for stop in (frozenset[fx.Node](), *(frozenset([join]) for join in _joins(node, sizes, way))):
+    stops = [frozenset([join]) for join in _joins(node, sizes, way)]
+    if _ends(node, sizes, follower, through) != _ends(node, sizes, follower, way):
+        stops.insert(0, frozenset())
+    for stop in stops:
         found = _read(node, sizes, follower, way, stop)
         if found is not None:
             return found
     return None
+
+
+def _ends(node: fx.Node, sizes: Sizes, follower: Follower, through: Through | None) -> list[tuple[object, object]]:
+    """Where the first and the last element come from: two elements tell whether a whole row is worth reading."""
+    count = sizes.numel(node)
+    trace = follower.follow(node, torch.tensor([0, count - 1]) if count else torch.zeros(0, dtype=torch.int64),
+                            through=through)
+    return [(origin.node, None if origin.index is None else origin.index.tolist()) for origin in trace.origins]
 
 
 def _joins(node: fx.Node, sizes: Sizes, through: Through | None) -> list[fx.Node]:

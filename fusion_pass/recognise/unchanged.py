@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from ..elements.constants import constant_values
+from ..elements.constants import FACTORIES, constant_values
 from ..elements.follow import Through
-from ..elements.moves import Piece, broadcast_index, is_float_cast, sources
+from ..elements.loads import INDEXED, STORES
+from ..elements.moves import Piece, broadcast_index, is_float_cast, is_move, sources
 from ..elements.sizes import Sizes
 from ..fx_access import args_of, kwargs_of
 
@@ -43,10 +44,38 @@ class Known:
         """complex128 values of the elements ``index`` of ``node``."""
         if not isinstance(node, fx.Node):
             return torch.full((len(index),), complex(self.sizes.number(node)), dtype=torch.complex128)
+        if not self.possible(node):
+            return torch.full((len(index),), complex(math.nan, math.nan), dtype=torch.complex128)
         key = (node, index.numpy().tobytes())
         if key not in self._memo:
             self._memo[key] = self._compute(node, index, depth)
         return self._memo[key]
+
+    def possible(self, node: fx.Node) -> bool:
+        """Whether any element can be known: some number must be filled in on a way that is looked at. Most tensors have
+        none, and are not looked at element by element."""
+        answers, stack = self.sizes.may_be_known, [node]
+        while stack:
+            here = stack[-1]
+            if here in answers:
+                stack.pop()
+                continue
+            inputs = [n for n in here.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+            if here.op != "call_function":
+                answers[here] = False
+            elif not inputs or here.target in FACTORIES or here.target is aten.constant_pad_nd.default:
+                answers[here] = True
+            elif not (is_move(here) or here.target in _LOOKED_THROUGH or is_fma(here)):
+                answers[here] = False
+            elif any(answers.get(n) for n in inputs):
+                answers[here] = True
+            else:
+                missing = next((n for n in inputs if n not in answers), None)
+                if missing is None:
+                    answers[here] = False
+                else:
+                    stack.append(missing)
+        return answers[node]
 
     def _compute(self, node: fx.Node, index: torch.Tensor, depth: int) -> torch.Tensor:
         unknown = torch.full((len(index),), complex(math.nan, math.nan), dtype=torch.complex128)
@@ -103,6 +132,9 @@ _ARITHMETIC = {aten.where.self, aten.add.Tensor, aten.sub.Tensor, aten.addcmul.d
 def may_leave_unchanged(node: fx.Node) -> bool:
     """Whether ``node`` is an operator that a rotation over all channels ends with."""
     return node.target in _ARITHMETIC or is_fma(node)
+
+
+_LOOKED_THROUGH = {*_KNOWN, *INDEXED, *STORES, *TO_REAL, *TO_COMPLEX}
 
 
 def unchanged(sizes: Sizes, through: Through | None) -> Through:
