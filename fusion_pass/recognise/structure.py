@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from ..elements.follow import Follower, Through, Trace
 from ..elements.layouts import probe, radix, row_major
-from ..elements.moves import sources
+from ..elements.moves import Piece, sources
 from ..elements.sizes import Sizes
 from .anchors import JOINS
 from .unchanged import may_leave_unchanged, unchanged
@@ -83,7 +83,7 @@ def read_structure(node: fx.Node, sizes: Sizes, follower: Follower, through: Thr
         return None
     way = unchanged(sizes, through)
     stops = [frozenset([join]) for join in _joins(node, sizes, way)]
-    if _ends(node, sizes, follower, through) != _ends(node, sizes, follower, way):
+    if _looks_through(node, sizes, follower, through, way):
         stops.insert(0, frozenset())
     for stop in stops:
         found = _read(node, sizes, follower, way, stop)
@@ -92,12 +92,23 @@ def read_structure(node: fx.Node, sizes: Sizes, follower: Follower, through: Thr
     return None
 
 
-def _ends(node: fx.Node, sizes: Sizes, follower: Follower, through: Through | None) -> list[tuple[object, object]]:
-    """Where the first and the last element come from: two elements tell whether a whole row is worth reading."""
+def _looks_through(node: fx.Node, sizes: Sizes, follower: Follower, through: Through | None, way: Through) -> bool:
+    """Whether ``way`` goes on where ``through`` ends, for the first or the last element: two tell whether a whole row
+    is worth reading."""
+    used = False
+
+    def counted(here: fx.Node, index: torch.Tensor) -> list[Piece] | None:
+        nonlocal used
+        pieces = None if through is None else through(here, index)
+        if pieces is None:
+            pieces = way(here, index)
+            used = used or pieces is not None
+        return pieces
+
     count = sizes.numel(node)
-    trace = follower.follow(node, torch.tensor([0, count - 1]) if count else torch.zeros(0, dtype=torch.int64),
-                            through=through)
-    return [(origin.node, None if origin.index is None else origin.index.tolist()) for origin in trace.origins]
+    if count:
+        follower.follow(node, torch.tensor([0, count - 1]), through=counted)
+    return used
 
 
 def _joins(node: fx.Node, sizes: Sizes, through: Through | None) -> list[fx.Node]:
