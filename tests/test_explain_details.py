@@ -175,7 +175,7 @@ def test_the_place_is_the_users_own():
     assert source_line(node) == "/home/me/model.py:7"
     node.meta["stack_trace"] = text.replace("/home/me/model.py", "/site-packages/torch/x.py")
     assert source_line(node) == f"{layer}:113"
-    elsewhere = "/opt/torch/env/lib/python3/site-packages/transformers/model.py"
+    elsewhere = "/srv/torch/env/lib/python3/site-packages/transformers/model.py"
     text = text.replace("/home/me/model.py", elsewhere).replace("/site-packages/torch", torch.__path__[0])
     node.meta["stack_trace"] = text
     assert source_line(node) == f"{elsewhere}:7", "a folder called torch is not torch"
