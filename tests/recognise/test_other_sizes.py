@@ -12,23 +12,27 @@ from fusion_pass.advice import advice
 HALF = 32
 
 
-def attended(q, kv, cos, sin):
-    """Attention and inverse rotation of q [tokens, groups, heads of a group, D] over kv [N, D]."""
-    scores = torch.einsum("tghd,nd->tghn", q, kv) * 512 ** -0.5
-    o = torch.einsum("tghn,nd->tghd", scores.softmax(-1), kv)
+def attended(q, keys, values, cos, sin):
+    """Attention and inverse rotation of q [tokens, groups, heads of a group, D] over keys and values [N, D]."""
+    scores = torch.einsum("tghd,nd->tghn", q, keys) * 512 ** -0.5
+    o = torch.einsum("tghn,nd->tghd", scores.softmax(-1), values)
     even, odd = o[..., -2 * HALF::2], o[..., 1 - 2 * HALF::2]
     cos, sin = cos[:, None, None], sin[:, None, None]
     turned = torch.stack([even * cos + odd * sin, odd * cos - even * sin], -1).flatten(-2)
     return torch.cat([o[..., :-2 * HALF], turned], -1)
 
 
+def attention_chain(q, keys, values, cos, sin, weight):
+    return torch.einsum("tghd,grhd->tgr", attended(q, keys, values, cos, sin), weight)
+
+
 def grouped(q, kv, cos, sin, weight):
-    return torch.einsum("tghd,grhd->tgr", attended(q, kv, cos, sin), weight)
+    return attention_chain(q, kv, kv, cos, sin, weight)
 
 
 def halved(q, kv, cos, sin, weight):
     """Two groups whatever the number of heads: of seven heads, one is in both."""
-    heads = attended(q.flatten(1, 2)[:, None], kv, cos, sin)
+    heads = attended(q.flatten(1, 2)[:, None], kv, kv, cos, sin)
     return torch.einsum("tgk,grk->tgr", heads.reshape(heads.shape[0], 2, -1), weight)
 
 
