@@ -386,7 +386,8 @@ def newcomer() -> str:
     if isinstance(made, str):
         return made
     rows = ([f"`{step['step']}`", f"{step['seconds']:.1f}"] for step in made["steps"])
-    return (f"{made['cores']} CPU cores (load {made['load']}), Python {made['python']}, {made['date']}:\n\n"
+    pinned = ", versions pinned by `.ci/constraints.txt`" if made.get("pinned") else ""
+    return (f"{made['cores']} CPU cores (load {made['load']}), Python {made['python']}, {made['date']}{pinned}:\n\n"
             + _table(["step", "seconds"], rows))
 
 

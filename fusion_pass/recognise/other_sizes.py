@@ -32,7 +32,7 @@ def what_differs(chain: Chain, other: Chain | Refused | None, graph: fx.Graph, s
 
 def _moved(graph: fx.Graph, sizes: Sizes, other: Sizes) -> Iterator[tuple[str, int, int]]:
     """(size, in the example, in the other assignment) of the inputs' sizes that change, every symbol once."""
-    named = set()
+    named: set[object] = set()
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
