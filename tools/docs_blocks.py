@@ -371,8 +371,8 @@ def coverage() -> str:
 
 
 def soak() -> str:
-    """Decode steps through one CUDA graph that were compared with eager calls (docs/soak.json, printed by the test)."""
-    made = _kept("soak", "pytest -s tests/kernels/test_soak.py -m gpu")
+    """Decode steps through one CUDA graph that were compared with eager calls (docs/soak.json, by the test)."""
+    made = _kept("soak", "FUSION_PASS_SOAK_RECORD=docs/soak.json python -m pytest tests/kernels/test_soak.py")
     if isinstance(made, str):
         return made
     rows = ([row["form"], str(row["tokens"]), str(row["steps"]), str(row["different"])] for row in made["rows"])

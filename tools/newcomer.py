@@ -3,8 +3,8 @@
     python tools/newcomer.py                 print the seconds of every step
     python tools/newcomer.py --record        and keep them in docs/newcomer.json, for the table in docs/contributing.md
 
-The commands are the README's own; downloads count as far as pip's cache does not have them. PIP_CONSTRAINT pins versions,
-as in .ci/run.
+The commands are the README's own; downloads count as far as pip's cache does not have them. PIP_CONSTRAINT pins
+versions, as in .ci/run.
 """
 
 from __future__ import annotations
