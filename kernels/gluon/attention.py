@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..launching import at
 from ..tuning import attention as tuning_data
 from .gate import HEAD_DIM
 
@@ -164,7 +165,7 @@ def _launch(
     scales = epilogue.scales
     if scales is not None and packed:
         scales = scales.view(torch.int8)
-    attention_kernel[(min(sms, jobs),)](
+    at(attention_kernel, (min(sms, jobs),))(
         q,
         kv,
         kv if extra_kv is None else extra_kv,
