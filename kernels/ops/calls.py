@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-calls
 """Runs one call of an op: validation and choice of a kernel as remembered, then a replay, a launch or the reference."""
 
 from __future__ import annotations

@@ -67,8 +67,7 @@ class Decision:
             log.debug("%s: launched the ordinary way: %s", launcher.name, found)
 
     def plan_for(self, addresses: list[int]) -> Plan | None:
-        """The plan, if tensors at ``addresses`` can be run by it. One that they do not fit is dropped, so that the next
-        call is recorded."""
+        """The plan, if it serves tensors at ``addresses``. One that does not is dropped, and this call recorded."""
         plan = self.plan
         if plan is None or not plan.usable():
             return None

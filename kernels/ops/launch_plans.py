@@ -99,7 +99,10 @@ class Plan:
 
     def usable(self) -> bool:
         """Whether nobody has begun to watch launches."""
-        return self.machine.undisturbed() and not any(launch.hooks for launch in self.launches)
+        for launch in self.launches:
+            if launch.hooks:
+                return False
+        return self.machine.undisturbed()
 
     def replay(self, args: tuple[Any, ...], addresses: list[int], outs: tuple[Tensor, ...] | None = None) -> Any:
         """Run the call whose arguments are ``args``, their tensors at ``addresses`` (which must fit); returns its

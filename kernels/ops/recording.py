@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-calls
 """Makes a :mod:`launch plan <.launch_plans>` by watching one ordinary call of a launcher.
 
 Nothing is assumed of the launcher but that it launches through :mod:`fusion_pass.kernels.launching` and reads no tensor
@@ -200,7 +201,9 @@ def _keeps_address(func: Any, args: tuple[Any, ...], result: Any) -> bool:
 
 
 def _launch(entry: Any, values: tuple[Any, ...], places: dict[int, Any], number: Callable[[Any], int]) -> Launch:
-    template, pointers, descriptors = list(entry.head), [], []
+    template: list[Any] = list(entry.head)
+    pointers: list[tuple[int, int]] = []
+    descriptors: list[tuple[int, int, Callable[[int], Any], dict[int, Any]]] = []
     for position, value in enumerate(values):
         if position not in places:
             template.append(value)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-calls
 """Turns an :class:`OpSpec` into a registered PyTorch op: schema, fake, default implementation and out-variant.
 
 One Python implementation (:mod:`.calls`) serves every device (dispatch key CompositeExplicitAutograd): it validates,

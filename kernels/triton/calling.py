@@ -101,7 +101,7 @@ def entry(kernel: Any, compiled: Any, grid: tuple[int, ...]) -> Entry | str:
         return "the kernel has hooks, or is debugged"
     call, signature = run.launch, list(compiled.src.signature.values())
     positions = [i for i, kind in enumerate(signature) if isinstance(kind, str) and kind.startswith("tensordesc")]
-    descriptors = {}
+    descriptors: dict[int, Callable[..., list[Any]]] = {}
     if positions:
         metadata = getattr(compiled.metadata, "tensordesc_meta", None)
         inner = _closed_over(call, "launcher")

@@ -15,11 +15,11 @@ STREAM = 77
 
 @dataclass
 class FakeKernel:
-    """Stands for a jitted function: ``kernel[grid](...)`` notes (grid, addresses or values). ``body``, if there is one,
-    is called with the arguments by name."""
+    """Stands for a jitted function: a launch notes ("ordinary" or "replayed", grid, stream, addresses or values).
+    ``body`` is called by a replay with what reached the kernel."""
 
     arg_names: list[str]
-    notes: list[Any]
+    notes: list[Any] = field(default_factory=list)
     body: Any = None
     hooks: list[Any] = field(default_factory=list)
 
@@ -63,7 +63,10 @@ class FakeMachine:
             return self.refusal
 
         def call(grid, stream, *arguments):
-            kernel.notes.append(("replayed", grid, stream, self._unpacked(kernel, arguments)))
+            values = self._unpacked(kernel, arguments)
+            kernel.notes.append(("replayed", grid, stream, values))
+            if kernel.body is not None:
+                kernel.body(*values)
 
         def describe(address, shape, strides, padding):
             self.encoded.append(address)
