@@ -22,10 +22,12 @@ class FakeKernel:
     notes: list[Any] = field(default_factory=list)
     body: Any = None
     hooks: list[Any] = field(default_factory=list)
+    described: set[int] = field(default_factory=set)  # positions that were descriptors when last launched
 
     def __getitem__(self, grid):
         def launch(*args, **options):
             values = (*args, *(options[name] for name in self.arg_names[len(args) :]))
+            self.described = {i for i, value in enumerate(values) if hasattr(value, "base")}
             self.notes.append(("ordinary", grid, STREAM, tuple(map(plain, values))))
             return self
 
@@ -49,9 +51,8 @@ def descriptor(tensor, padding: str = "zero") -> Any:
 
 @dataclass
 class FakeMachine:
-    """``descriptors``: names of kernel arguments that are tensor descriptors. ``watched``: hooks are set."""
+    """``watched``: hooks are set. ``current``: the current device. ``encoded``: addresses of encoded descriptors."""
 
-    descriptors: tuple[str, ...] = ()
     refusal: str | None = None
     watched: bool = False
     current: int = -1
@@ -72,18 +73,16 @@ class FakeMachine:
             self.encoded.append(address)
             return [encode(address, shape, strides, padding), *shape, *strides]
 
-        positions = [kernel.arg_names.index(name) for name in self.descriptors if name in kernel.arg_names]
-        return SimpleNamespace(
-            call=call, head=(grid, None), stream=1, descriptors=dict.fromkeys(positions, describe), hooks=kernel.hooks
-        )
+        descriptors = dict.fromkeys(kernel.described, describe)
+        return SimpleNamespace(call=call, head=(grid, None), stream=1, descriptors=descriptors, hooks=kernel.hooks)
 
     def _unpacked(self, kernel, arguments) -> tuple[Any, ...]:
         """The arguments, one per name: a descriptor's sizes and strides follow it."""
         found, rest = [], list(arguments)
-        for name in kernel.arg_names:
+        for position in range(len(kernel.arg_names)):
             value = rest.pop(0)
             found.append(value)
-            if name in self.descriptors:
+            if position in kernel.described:
                 del rest[: 2 * len(value[2])]
         assert not rest
         return tuple(found)

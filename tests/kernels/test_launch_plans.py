@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import sys
 from ctypes import c_double, c_float, c_int32
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,11 @@ import pytest
 import torch
 from fake_machine import STREAM, FakeKernel, FakeMachine, descriptor
 from fusion_pass.kernels import launching
-from fusion_pass.kernels.modes import OFF
-from fusion_pass.kernels.ops import Launcher, decisions, dispatch
+from fusion_pass.kernels.modes import OFF, modes_of, using
+from fusion_pass.kernels.ops import SPECS, Launcher, decisions, dispatch
 from fusion_pass.kernels.ops.launch_plans import MAPS, Plan
 from fusion_pass.kernels.ops.recording import LAUNCHES, record
+from launch_cases import cases
 
 ROOT = Path(__file__).parents[2]
 ops = torch.ops.fusion_pass
@@ -119,7 +121,7 @@ def test_descriptors_are_encoded_once_per_address():
     def launch(kernel, outs, x):
         launching.at(kernel, (1,))(descriptor(x.view(-1)), x, descriptor(outs[0], "nan"), size=2)
 
-    fake = FakeMachine(descriptors=("a", "c"))
+    fake = FakeMachine()
     plan, notes, kernel, _, _ = recorded(launch, torch.zeros(4, 8), fake=fake)
     assert isinstance(plan, Plan) and not fake.encoded
     tensors = [torch.zeros(4, 8) for _ in range(MAPS + 3)]
@@ -466,6 +468,67 @@ def test_hooks_and_debugging_are_noticed(compiled, monkeypatch):
             patch.setattr(place, name, value, raising=False)
             assert not calling.undisturbed()
     assert calling.undisturbed()
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), (70, 128), (140, 16)])
+def test_our_launchers_are_recorded(tokens, heads, monkeypatch):
+    """Every launcher of ours in every form that models call: its plan launches for other tensors what it would launch
+    for them itself. (Kernels are stand-ins; sizes are those of a GPU with 132 multiprocessors.)"""
+    pytest.importorskip("triton")
+    assert not dispatch.load_providers()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    notes, fake = [], FakeMachine()
+    kernels: dict[str, FakeKernel] = {}
+
+    def at(kernel, grid):
+        stand_in = kernels.setdefault(
+            f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", FakeKernel(kernel.arg_names, notes)
+        )
+        return launching.at(stand_in, grid)
+
+    from fusion_pass.kernels.triton import merge, merge_rows, paged  # noqa: F401  (launchers import them when called)
+
+    package = launching.__name__.rpartition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package) and getattr(module, "at", None) is launching.at and module is not launching:
+            monkeypatch.setattr(module, "at", at)
+    done = 0
+    for (op, args, modes), (_, others, _) in zip(
+        *(cases(tokens, s, heads, 2, "cpu", 128) for s in (0, 1)), strict=True
+    ):
+        if tokens > 8 and op == "fp8_bgemm" and modes:
+            continue
+        for launcher in dispatch._launchers[op]:
+            if not launcher.replayable:
+                continue
+            with using(modes_of(**modes)):
+                outs = SPECS[op].empty(*args)
+                plan = record(fake.machine, args, outs, lambda call=launcher, a=args, o=outs: call.launch(o, *a))
+                assert isinstance(plan, Plan), (op, launcher.name, plan)
+                notes.clear()
+                launcher.launch(outs, *others)
+            ordinary = [note[1:] for note in notes]
+            notes.clear()
+            tensors = [value for value in others if isinstance(value, torch.Tensor)]
+            plan.replay(others, [t.data_ptr() for t in tensors], outs)
+            known = {t.data_ptr() for t in (*tensors, *outs) if t.numel()}
+            assert blurred(ordinary, known) == blurred([note[1:] for note in notes], known), (op, launcher.name)
+            done += 1
+    assert done > 80 and len(kernels) >= 8
+
+
+def blurred(launched, known):
+    """Launches with the addresses of workspaces, which are new at every call, replaced by the order of their use."""
+    order: dict[int, int] = {}
+
+    def plain(value):
+        if isinstance(value, tuple) and value and value[0] == "map":
+            return ("map", plain(value[1]), *value[2:])
+        if isinstance(value, int) and value > 1 << 32 and value not in known:
+            return ("workspace", order.setdefault(value, len(order)))
+        return value
+
+    return [(grid, stream, tuple(map(plain, values))) for grid, stream, values in launched]
 
 
 def test_every_launch_can_be_observed():
