@@ -80,7 +80,8 @@ class Plan:
     the tensors of ``derived`` and ``cleared``.
 
     same: pairs of tensors that had one address when the plan was made, and must have it whenever it is used: which of
-    both a pointer meant is not known. outputs, workspace, cleared: allocate results, the workspace, zeroed tensors.
+    both a pointer meant is not known. outputs, workspace, cleared: allocate results, the workspace and zeroed tensors,
+    while ``device`` is current.
     """
 
     machine: Machine

@@ -167,13 +167,12 @@ class Recorder(TorchDispatchMode):
             return first[place[0]] + place[1]
 
         where = self.results[0].device
-        workspace = functools.partial(torch.empty_strided, (size,), (1,), dtype=torch.uint8, device=where)
         return Plan(
             self.machine,
             device,
             tuple(self.same),
-            tuple(_allocation(torch.empty_strided, result) for result in self.results),
-            workspace if size else None,
+            tuple(_allocation(tuple(t.shape), t.stride(), t.dtype, where) for t in self.results),
+            _allocation((size,), (1,), torch.uint8, where) if size else None,
             tuple(offsets),
             tuple(step for step, _ in self.derived),
             tuple(functools.partial(torch.zeros, tuple(t.shape), dtype=t.dtype, device=where) for t in self.cleared),
@@ -181,8 +180,16 @@ class Recorder(TorchDispatchMode):
         )
 
 
-def _allocation(make: Callable[..., Tensor], like: Tensor) -> Callable[[], Tensor]:
-    return functools.partial(make, tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
+# What Inductor's own code allocates with: on the current device, past the dispatcher.
+_empty_cuda = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
+
+
+def _allocation(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], Tensor]:
+    if device.type == "cuda" and _empty_cuda is not None:
+        return functools.partial(_empty_cuda, size, stride, dtype)
+    return functools.partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
 
 
 def _descriptor_form(value: Any) -> tuple[list[int], list[int], str]:

@@ -470,7 +470,7 @@ def test_hooks_and_debugging_are_noticed(compiled, monkeypatch):
     assert calling.undisturbed()
 
 
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), (70, 128), (140, 16)])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), (140, 16)])
 def test_our_launchers_are_recorded(tokens, heads, monkeypatch):
     """Every launcher of ours in every form that models call: its plan launches for other tensors what it would launch
     for them itself. (Kernels are stand-ins; sizes are those of a GPU with 132 multiprocessors.)"""
