@@ -63,7 +63,8 @@ def _row_stride(rows: Tensor) -> int:
 
 def _aligned_q(q: Tensor) -> Tensor:
     good = q.stride(-1) == 1 and all(s % 8 == 0 for s in q.stride()[:-1]) and q.data_ptr() % 16 == 0
-    return q if good else q.contiguous()
+    # a copy even of contiguous rows, which may start anywhere
+    return q if good else q.clone(memory_format=torch.contiguous_format)
 
 
 def _even_rows(indices: Tensor) -> Tensor:

@@ -517,6 +517,17 @@ def test_our_launchers_are_recorded(tokens, heads, monkeypatch):
     assert done > 80 and len(kernels) >= 8
 
 
+def test_queries_that_start_anywhere():
+    """The Hopper kernels copy queries 16 bytes at a time: contiguous ones that start elsewhere are copied first."""
+    from fusion_pass.kernels.gluon.attention import _aligned_q
+
+    q = torch.arange(2.0 * 4 * 8 + 1).bfloat16()
+    aligned, shifted = q[:-1].view(1, 2, 4, 8), q[1:].view(1, 2, 4, 8)
+    assert aligned.data_ptr() % 16 == 0 and _aligned_q(aligned) is aligned
+    copied = _aligned_q(shifted)
+    assert copied.data_ptr() % 16 == 0 and copied.is_contiguous() and torch.equal(copied, shifted)
+
+
 def blurred(launched, known):
     """Launches with the addresses of workspaces, which are new at every call, replaced by the order of their use."""
     order: dict[int, int] = {}
