@@ -6,7 +6,7 @@ cost as much host time as a launch. What the checks, the gates and the launchers
 shape, strides, dtype, device and alignment, every other argument itself, the modes, and the environment switch that a
 gate reads. Arguments of other tensor types (fakes, subclasses, functorch's wrappers) are not remembered.
 
-The first call of a signature validates, the second is recorded (:mod:`.recording`), later ones replay its launches
+The first call of a signature is validated and recorded (:mod:`.recording`), later ones replay its launches
 (:mod:`.launch_plans`). Setting ``FUSION_PASS_LAUNCH_PLANS=0`` before the import keeps the ordinary launches.
 """
 
@@ -40,21 +40,19 @@ _Parameter = torch.nn.Parameter
 class Decision:
     """What is known of one signature. launcher: None = the reference. plan: None = launch the ordinary way."""
 
-    __slots__ = ("launcher", "outcome", "plan", "seen", "tries")
+    __slots__ = ("launcher", "outcome", "plan", "tries")
 
     def __init__(self, launcher: Launcher | None):
         self.launcher = launcher
         self.plan: Plan | None = None
         self.tries = TRIES if REPLAYS and launcher is not None and launcher.replayable else 0
-        self.seen = 0
         self.outcome = "not recorded"  # of the last recording
 
     def run(self, outs: tuple[Tensor, ...], args: tuple[Any, ...]) -> None:
         """Launch the ordinary way, recorded where that is due."""
         launcher = self.launcher
         assert launcher is not None
-        self.seen += 1
-        machine = _machine(outs[0]) if self.plan is None and self.tries and self.seen > 1 else None
+        machine = _machine(outs[0]) if self.plan is None and self.tries else None
         if machine is None:
             dispatch.launch(launcher, outs, args)
             return

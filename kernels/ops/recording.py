@@ -34,6 +34,7 @@ ALLOCATING = {
     aten.new_empty_strided.default,
 }
 CLEARING = {aten.zeros.default, aten.new_zeros.default}
+PLAIN = {int, float, bool, str, type(None)}  # arguments that are launched with as they are
 DERIVING = {aten.clone.default, aten.repeat.default, aten._to_copy.default}
 
 
@@ -127,11 +128,13 @@ class Recorder(TorchDispatchMode):
         values = (*args, *(options[name] for name in names[len(args) :]))
         places: dict[int, tuple[Any, ...]] = {}
         for position, value in enumerate(values):
+            if type(value) in PLAIN:
+                continue
             if position in entry.descriptors:
                 places[position] = (self._place(value.base), *_descriptor_form(value))
             elif isinstance(value, Tensor):
                 places[position] = (self._place(value),)
-            elif not isinstance(value, (int, float, str, type(None))):
+            else:
                 raise NotReplayable(f"an argument of type {type(value).__name__}")
         self.launches.append((entry, values, places))
 
@@ -211,11 +214,10 @@ def _launch(entry: Any, values: tuple[Any, ...], places: dict[int, Any], number:
     template: list[Any] = list(entry.head)
     pointers: list[tuple[int, int]] = []
     descriptors: list[tuple[int, int, Callable[[int], Any], dict[int, Any]]] = []
-    for position, value in enumerate(values):
-        if position not in places:
-            template.append(value)
-            continue
-        place, *form = places[position]
+    done = 0
+    for position, (place, *form) in places.items():
+        template += values[done:position]
+        done = position + 1
         if not form:
             if place is not None:
                 pointers.append((len(template), number(place)))
@@ -229,6 +231,7 @@ def _launch(entry: Any, values: tuple[Any, ...], places: dict[int, Any], number:
 
         descriptors.append((len(template), number(place), encode, {}))
         template += [None, *form[0], *form[1]]
+    template += values[done:]
     return Launch(entry.call, template, entry.stream, tuple(pointers), tuple(descriptors), entry.hooks)
 
 

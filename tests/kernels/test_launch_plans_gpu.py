@@ -62,8 +62,7 @@ def check(got, want, what=""):
 
 def warmed(op, args, modes):
     """A call that has been recorded."""
-    for _ in range(2):
-        call(op, args, modes)
+    call(op, args, modes)
     plan = decision(op, args, modes).plan
     assert plan is not None, (op, decision(op, args, modes).outcome)
     return plan
@@ -71,7 +70,7 @@ def warmed(op, args, modes):
 
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (3, 64), (8, 64), (32, 64), (70, 64), (70, 128)])
 def test_every_form(tokens, heads, monkeypatch):
-    """First call ordinary, second recorded, then replays; a replay is known by nobody asking the launcher."""
+    """The first call is recorded, then replays; a replay is known by nobody asking the launcher."""
     launched = []
     real = dispatch.launch
     monkeypatch.setattr(dispatch, "launch", lambda *args: launched.append(1) or real(*args))
@@ -82,7 +81,7 @@ def test_every_form(tokens, heads, monkeypatch):
             launched.clear()
             got = call(op, args, modes)
             check(got, want, (op, number, seed))
-            if seed > 1 and launched:
+            if seed > 0 and launched:
                 refused[number, op] = decision(op, args, modes).outcome
     # Not expressed by plans: index lists of an odd width that are copied into even rows; none among the cases.
     assert not refused
@@ -154,13 +153,14 @@ def test_threads():
         assert not failures, failures[0]
 
 
-@pytest.mark.parametrize("calls_before", [1, 2])
+@pytest.mark.parametrize("calls_before", [0, 1])
 def test_inside_cuda_graphs(calls_before):
     """A replay (or the recording itself) is captured like the ordinary launches; the graph then serves other data."""
     for number in range(4):
         decisions.forget()
         op, static, modes = some(8, 0)[number]
         static = tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in static)
+        ordinary(op, static, modes)  # compiles: a kernel cannot be loaded while a graph is captured
         for _ in range(calls_before):
             call(op, static, modes)
         torch.cuda.synchronize()
