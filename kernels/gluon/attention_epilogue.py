@@ -53,6 +53,7 @@ class Output:
     sin: gl.tensor
     rope_period: gl.tensor  # token t uses row t % rope_period
     total: gl.tensor  # T: tokens of the outputs, all launches together
+    origin: gl.tensor  # first token that partials hold
     padded: gl.tensor  # M = ceil(T/4)*4
     floor: gl.tensor  # smallest absolute maximum
     HEADS: gl.constexpr
@@ -67,7 +68,7 @@ class Output:
 
     @gluon.constexpr_function
     def __init__(
-        self, out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
+        self, out, scales, lse, sink, cos, sin, rope_period, total, origin, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     ):  # fmt: skip
         self.out = out
@@ -78,6 +79,7 @@ class Output:
         self.sin = sin
         self.rope_period = rope_period
         self.total = total
+        self.origin = origin
         self.padded = padded
         self.floor = floor
         self.HEADS = gl.constexpr(HEADS)
@@ -96,7 +98,7 @@ class Output:
         if self.EPILOGUE == EPILOGUE_PLAIN:
             row = token.to(gl.int64) * self.HEADS + head
         elif self.EPILOGUE == EPILOGUE_PARTIAL:
-            row = (split.to(gl.int64) * self.total + token) * self.HEADS + head
+            row = (split.to(gl.int64) * self.total + token - self.origin) * self.HEADS + head
         else:
             group = head // self.PER_GROUP
             row = (group.to(gl.int64) * self.total + token) * self.PER_GROUP + head % self.PER_GROUP
@@ -132,7 +134,7 @@ class Output:
         head = block * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
         if self.EPILOGUE == EPILOGUE_PARTIAL:
             if STORE_LSE:
-                pointer = self.lse + (split.to(gl.int64) * self.total + token) * self.HEADS + head
+                pointer = self.lse + (split.to(gl.int64) * self.total + token - self.origin) * self.HEADS + head
                 gl.store(pointer, (maximum + gl.log2(sums)) * LN2, mask=(head < self.HEADS))
         elif self.HAS_SINK:
             sums += exp2_approx(sink - maximum)

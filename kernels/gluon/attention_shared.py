@@ -6,12 +6,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.core import _aggregate as aggregate
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .hopper import COLUMNS, HEAD_DIM, TILE, allocate_barrier
 
 # How the producer's threads share a chunk: four rows each keep the loop small, which is what its speed depends on (the
 # three warpgroups share one instruction cache).
 ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+# When a launch waits for the kernel before it, and when it lets the next one be launched (0: not before its end).
+WAIT_FIRST = gl.constexpr(1)
+WAIT_LAST = gl.constexpr(2)
+RELEASE_FIRST = gl.constexpr(1)
+RELEASE_LAST = gl.constexpr(2)
 
 
 @aggregate
@@ -115,3 +122,10 @@ def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constex
         else:
             async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk, mask=in_heads)
     async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
+
+
+@gluon.jit
+def release_late(release):
+    """For a producer that has requested its last keys: what is left of the CTA hides the next kernel's launch."""
+    if release == RELEASE_LAST:
+        gdc_launch_dependents()

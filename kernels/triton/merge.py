@@ -28,9 +28,13 @@ _STEP_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the merge: inverse RoPE with ``cos``, ``sin`` [T, half], regrouped into ``groups``; with ``quant``
-    (a QUANT constant) E4M3 codes per ``block`` channels instead of rows. ``floor``: lower bound of the absolute
-    maximum."""
+    """What follows the merge: inverse RoPE with ``cos``, ``sin`` [rows, half], regrouped into ``groups``; with
+    ``quant`` (a QUANT constant) E4M3 codes per ``block`` channels instead of rows. ``floor``: lower bound of the
+    absolute maximum.
+
+    ``token0``: the outputs' token that the partials' first is; token t uses row t % rows of the tables. ``ready``: the
+    tables and the sink were complete before the kernel that writes the partials started.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -38,6 +42,8 @@ class Epilogue:
     quant: int = 0
     block: int = 128
     floor: float = 1e-12
+    token0: int = 0
+    ready: bool = False
 
 
 def unrolled_steps(num_partials: int, kv_split: int, limit: int) -> int:
@@ -112,13 +118,19 @@ def merge_into(
     partials, lse_or_max = partials.contiguous(), lse_or_max.contiguous()
     sum = None if sum is None else sum.contiguous()
     sink = None if sink is None else sink.contiguous()
-    half, quant, block, floor, groups = 0, int(QUANT_NONE.value), 1, 1.0, 1
+    half, quant, block, floor, groups, token0, total, period = 0, int(QUANT_NONE.value), 1, 1.0, 1, 0, tokens, 1
     cos = sin = lse_or_max  # not read without an epilogue
     strides: tuple[int, ...] = (0, 1, 0, 1)
     if epilogue is not None:
         half, groups = epilogue.cos.shape[-1], epilogue.groups
         quant, block, floor = epilogue.quant, epilogue.block, epilogue.floor
-        cos, sin = epilogue.cos.expand(tokens, half), epilogue.sin.expand(tokens, half)
+        cos, sin, token0, total, period = (
+            epilogue.cos,
+            epilogue.sin,
+            epilogue.token0,
+            out.shape[1],
+            epilogue.cos.shape[0],
+        )
         strides = (*cos.stride(), *sin.stride())
     kv_split, width = decision.kv_split, decision.width
     if quant and width < block:
@@ -138,6 +150,9 @@ def merge_into(
         num_partials,
         tokens,
         heads,
+        token0,
+        total,
+        period,
         *strides,
         stat_scale * math.log2(math.e),
         1.0 / stat_scale,
@@ -155,6 +170,7 @@ def merge_into(
         BLOCK=block,
         QUANT=quant,
         NATIVE=e4m3_is_native(partials.device),
+        READY=epilogue is not None and epilogue.ready,
         PDL=pdl,
         num_warps=decision.num_warps,
         **({"launch_pdl": True} if pdl else {}),

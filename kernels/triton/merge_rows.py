@@ -22,7 +22,7 @@ from .merge import Epilogue
 from .rope_quant import scale_pointer
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_heads"])
+@triton.jit(do_not_specialize=["num_rows", "num_heads", "token0", "total_tokens", "table_rows"])
 def _merge_rows_kernel(
     partials_ptr,
     lse_ptr,
@@ -32,8 +32,10 @@ def _merge_rows_kernel(
     cos_ptr,
     sin_ptr,
     num_rows,
-    num_tokens,
     num_heads,
+    token0,  # token of the outputs that the partials' first is
+    total_tokens,  # of the outputs
+    table_rows,
     cos_stride_t,
     cos_stride,
     sin_stride_t,
@@ -48,19 +50,27 @@ def _merge_rows_kernel(
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
     NATIVE: tl.constexpr,
+    READY: tl.constexpr,  # the tables and the sink may be read before the wait
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = row < num_rows
     row = tl.minimum(row, num_rows - 1)
-    token = row // num_heads
+    token = token0 + row // num_heads
     head = row % num_heads
     channel = tl.arange(0, D)
+    table_row = (token % table_rows).to(tl.int64)
+    table_offsets = (table_row * cos_stride_t, table_row * sin_stride_t)
     pdl_release(PDL)
+    if READY:
+        tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
+        if HAS_SINK:
+            sink = load_fp32(tl.load(sink_ptr + head)) * 1.4426950408889634
     pdl_wait(PDL)
 
     if HAS_SINK:
-        sink = load_fp32(tl.load(sink_ptr + head)) * 1.4426950408889634
+        if not READY:
+            sink = load_fp32(tl.load(sink_ptr + head)) * 1.4426950408889634
     values = ()
     tops = ()
     for slot in tl.static_range(0, PARTIALS):
@@ -68,9 +78,9 @@ def _merge_rows_kernel(
         address = partials_ptr + statistic.to(tl.int64)[:, None] * D + channel[None, :]
         values = values + (tl.load(address),)  # type: ignore[assignment]
         tops = tops + (tl.load(lse_ptr + statistic) * 1.4426950408889634,)  # type: ignore[assignment]
-    table_offsets = (token.to(tl.int64) * cos_stride_t, token.to(tl.int64) * sin_stride_t)
-    tl.debug_barrier()  # all loads above are issued before anything waits for the tables
-    tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
+    if not READY:
+        tl.debug_barrier()  # all loads above are issued before anything waits for the tables
+        tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
     top = tops[0]  # type: ignore[misc]
     for slot in tl.static_range(1, PARTIALS):
         top = tl.maximum(top, tops[slot])
@@ -99,7 +109,7 @@ def _merge_rows_kernel(
         token,
         head,
         row_mask,
-        num_tokens,
+        total_tokens,
         0,
         floor,
         ROWS,
@@ -130,7 +140,7 @@ def merge_rows_into(
     the epilogue quantises, with their ``scales``), ``rows`` rows per program. Arguments are not checked here."""
     count, tokens, heads, dim = partials.shape
     half, quant = epilogue.cos.shape[-1], epilogue.quant
-    cos, sin = epilogue.cos.expand(tokens, half), epilogue.sin.expand(tokens, half)
+    cos, sin = epilogue.cos, epilogue.sin
     pdl = pdl and supports_pdl(partials.device)
     _merge_rows_kernel[(math.ceil(tokens * heads / rows),)](
         partials,
@@ -141,8 +151,10 @@ def merge_rows_into(
         cos,
         sin,
         tokens * heads,
-        tokens,
         heads,
+        epilogue.token0,
+        out.shape[1],
+        cos.shape[0],
         *cos.stride(),
         *sin.stride(),
         epilogue.floor,
@@ -155,6 +167,7 @@ def merge_rows_into(
         BLOCK=epilogue.block,
         QUANT=quant,
         NATIVE=e4m3_is_native(partials.device),
+        READY=epilogue.ready,
         PDL=pdl,
         num_warps=num_warps,
         **({"launch_pdl": True} if pdl else {}),

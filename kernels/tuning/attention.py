@@ -79,13 +79,10 @@ def num_splits(tokens: int, head_blocks: int, tiles: int, sm_count: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows (tokens x blocks of 64 heads) of a Hopper attention are cut into shares of their keys.
+    """Which tokens of a Hopper attention have their keys cut into shares, for a kernel behind it to merge: the last
+    `cut` ones, into `splits` each. Fewer than all: they would be a last wave that leaves most of the GPU idle."""
 
-    The first `whole` rows are not. With none whole, a kernel behind the attention merges the shares; with some, the cut
-    rows are those of the last wave, and the attention merges them itself.
-    """
-
-    whole: int
+    cut: int
     splits: int
 
 
@@ -95,50 +92,46 @@ TILE_US = 1.75  # of a share: one tile of 64 keys
 # cost more than 128 is no misprint: 5 shares were 2.6 us faster than 10 there.
 SHARE_US = ((64, 0.87), (128, 0.16), (256, 0.3), (512, 0.25))
 SHARE_US_PER_ROW = 0.25 / 240
-# Of the form of the kernel that merges itself: to merge at all (1.5 of it an estimate: a launch clears the flags),
-# per share beyond the first, and per whole wave before.
-MERGE_US, TAKE_IN_US, WAVE_US = 9.0, 1.4, 1.0
+TAIL_US = 4.0  # of the two launches that shares of a last wave need
 
 
-def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool) -> Plan:
-    """How rows with ``tiles`` tiles of keys each share the multiprocessors; no share is empty.
+def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, paged: bool = False, cut: bool = True) -> Plan:
+    """How rows (tokens x blocks of 64 heads) with ``tiles`` tiles of keys each share the multiprocessors; no share is
+    empty.
 
-    Up to one wave: all rows (tokens x blocks of 64 heads) are cut into the number of shares that is expected to be
-    fastest. More: the rows of the last wave are, if `cut` allows it, there is room for two shares of each, and that is
-    expected to be faster.
+    Up to one wave: the keys of all tokens are cut into the number of shares that is expected to be fastest. More: those
+    of the tokens of the last wave are, if `cut` allows it and that is expected to be faster than a wave.
     """
-    rows = tokens * -(-heads // 64)
-    if rows <= sm_count:
-        per_share = next((us for limit, us in SHARE_US if tokens * heads <= limit), tokens * heads * SHARE_US_PER_ROW)
+    blocks = -(-heads // 64)
+    waves, left = divmod(tokens * blocks, sm_count)
+    last = tokens if not waves else -(-left // blocks)
+    if not last or (waves and not cut):
+        return Plan(0, 1)
+    rows = last * heads
+    per_share = next((us for limit, us in SHARE_US if rows <= limit), rows * SHARE_US_PER_ROW)
+    more = TAIL_US if waves else 0.0
 
-        def cost(splits: int) -> float:
-            return -(-tiles // splits) * TILE_US + (splits * per_share if splits > 1 else 0.0)
+    def cost(splits: int) -> float:
+        return -(-tiles // splits) * TILE_US + (splits * per_share + more if splits > 1 else 0.0)
 
-        splits = min(range(1, max(1, min(tiles, sm_count // rows)) + 1), key=cost)
-        return Plan(0, -(-tiles // -(-tiles // splits)))
-    left = rows % sm_count
-    if not cut or not left:
-        return Plan(rows, 1)
-
-    def cost_of_cut(splits: int) -> float:
-        merging = MERGE_US + (splits - 1) * TAKE_IN_US + rows // sm_count * WAVE_US
-        return -(-tiles // splits) * TILE_US + (merging if splits > 1 else 0.0)
-
-    splits = min(range(1, max(1, min(tiles, sm_count // left)) + 1), key=cost_of_cut)
+    splits = min(range(1, max(1, min(tiles, sm_count // (last * blocks))) + 1), key=cost)
     splits = -(-tiles // -(-tiles // splits))
-    return Plan(rows - left, splits) if splits > 1 else Plan(rows, 1)
+    return Plan(last, splits) if splits > 1 else Plan(0, 1)
 
 
-# Hopper: from this many rows (tokens x heads) on, the kernel behind a split attention must not be let in before that is
+# Hopper: when the kernel behind the attention may be launched. At its start; when every CTA has requested its last
+# keys; at its end.
+RELEASE_FIRST, RELEASE_LAST, RELEASE_NEVER = 1, 2, 0
+# From this many rows (tokens x heads) on, the kernel behind a split attention must not be let in before that is
 # done: its waiting programs fill the multiprocessors that the attention leaves free, and what follows starts late.
 # Measured on an H200 at 128 heads: 0.4 us lost at 4 tokens, 2 at 8 and at 16, 1 at 32 (there by a merge without
 # dependent launch); up to 2 us won below.
 LATE_RELEASE = 512
 
 
-def release_early(rows: int, splits: int) -> bool:
-    """Whether the kernel behind the Hopper attention may be launched while that still runs."""
-    return splits == 1 or rows < LATE_RELEASE
+def release(rows: int, splits: int) -> int:
+    """When the kernel behind a Hopper attention of ``rows`` (tokens x heads) may be launched."""
+    return RELEASE_FIRST if splits == 1 or rows < LATE_RELEASE else RELEASE_NEVER
 
 
 # Hopper: (tokens x heads from, at most so many shares, rows per program, warps) of the merge that takes several rows

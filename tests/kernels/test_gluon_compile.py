@@ -20,7 +20,6 @@ from fusion_pass.kernels.tuning.bgemm import Form
 SHARED_LIMIT = 232_448  # bytes a CTA can have on sm_90
 ROOT = Path(__file__).resolve().parents[2]
 POINTERS = {"index0": "*i32", "index1": "*i32", "length0": "*i32", "length1": "*i32", "lse": "*fp32", "sink": "*fp32"}
-POINTERS |= {"share_lse": "*fp32", "flags": "*i32"}
 BASE = {
     "HEADS": 128,
     "PER_GROUP": 8,
@@ -35,7 +34,6 @@ BASE = {
     "BLOCK": 128,
     "POWER_OF_TWO": True,
     "PACKED": False,
-    "MERGE": False,
     "BATCHED": False,
     "ROPE_SHARED": False,
     "STRIDE0": 512,
@@ -56,8 +54,6 @@ VARIANTS = {
     "quant, 16 heads, lengths": ("quant", {"HEADS": 16, "HAS_LENGTH0": True, "HAS_LENGTH1": True}, QUANT),
     "partial, fp32": ("partial", {"HAS_SINK": False}, {"out": "*fp32"}),
     "partial, bf16": ("partial", {"HAS_SINK": False}, {}),
-    "quant, merged": ("quant", {"MERGE": True}, QUANT),
-    "plain, merged": ("plain", {"MERGE": True}, {}),
     "dense mask": ("rope", {"POOLS": 1, "HAS_LENGTH0": True, "HAS_BIAS": True, "HEADS": 64}, {}),
     "pages, quant": ("quant", PAGES, {**QUANT, **BYTES}),
     "pages, partial, one pool": ("partial", {**PAGES, "HAS_SINK": False, "POOLS": 1}, BYTES),
