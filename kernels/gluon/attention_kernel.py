@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .attention_epilogue import Output
 from .attention_pages import Pages, pages_producer
 from .attention_rows import producer
-from .attention_shared import RELEASE_FIRST, WAIT_FIRST, WAIT_LAST, allocate_shared
+from .attention_shared import RELEASE_FIRST, RELEASE_LAST, WAIT_FIRST, WAIT_LAST, allocate_shared
 from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
@@ -271,7 +271,7 @@ def right_first(sh, j, parity, m, l, oa, ob):
 
 
 @gluon.jit
-def consumer_right(sh, keys, jobs, output, scale):
+def consumer_right(sh, keys, jobs, output, scale, release):
     """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0
@@ -294,6 +294,8 @@ def consumer_right(sh, keys, jobs, output, scale):
                 m, l, oa, ob = right_first(sh, j, parity, m, l, oa, ob)
             else:
                 m, l, oa, ob = right_pair(sh, j, last, parity, m, l, oa, ob, scale)
+        if release == RELEASE_LAST:
+            gdc_launch_dependents()
         sink = output.load_sink(block)
         rope = output.load_rope(token)
         sh.stats[3].store(l)
@@ -351,10 +353,10 @@ def attention_kernel(
         )  # fmt: skip
         gl.warp_specialize(
             [
-                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_right, (sh, keys, jobs, output, scale, release)),
                 (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, release, BATCHED, 0)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, release, BATCHED, 1)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1)),
             ],
             [4, 4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -362,9 +364,9 @@ def attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer_right, (sh, keys, jobs, output, scale)),
+                (consumer_right, (sh, keys, jobs, output, scale, release)),
                 (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
-                (producer, (sh, keys, jobs, q, q_strides, release, BATCHED)),
+                (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from .attention_shared import load_q, release_late
+from .attention_shared import load_q
 from .hopper import MASKED_SCORE, TILE, pin_int
 
 ROW_UNITS = gl.constexpr(36)  # units of 16 bytes of a row: 448 codes and 64 bf16 values
@@ -145,7 +145,7 @@ def finish_chunk(sh, exponents, HALF: gl.constexpr, CHUNK: gl.constexpr, BEHIND:
 
 
 @gluon.jit
-def pages_producer(sh, keys, pages, jobs, q, q_strides, release, BATCHED: gl.constexpr, HALF: gl.constexpr):
+def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, HALF: gl.constexpr):
     """Decode the key rows of tile HALF of every pair of every job, as far ahead as the buffers allow; the first
     producer loads q as well."""
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
@@ -180,4 +180,3 @@ def pages_producer(sh, keys, pages, jobs, q, q_strides, release, BATCHED: gl.con
             finish_chunk(sh, exponents_high, HALF, 3, 0)
             done += 1
         turn += 1
-    release_late(release)

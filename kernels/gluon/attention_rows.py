@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from .attention_shared import ROWS_OF_16_BYTES, load_q, release_late
+from .attention_shared import ROWS_OF_16_BYTES, load_q
 from .hopper import COLUMNS, TILE, pin_int
 
 
@@ -24,7 +24,7 @@ def gather_chunk(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
 
 
 @gluon.jit
-def producer(sh, keys, jobs, q, q_strides, release, BATCHED: gl.constexpr):
+def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
     lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
@@ -55,4 +55,3 @@ def producer(sh, keys, jobs, q, q_strides, release, BATCHED: gl.constexpr):
                 gather_chunk(sh, pointers, mask, parity, half, 3)
             done += 1
         turn += 1
-    release_late(release)

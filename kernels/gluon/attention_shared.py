@@ -6,7 +6,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from .hopper import COLUMNS, HEAD_DIM, TILE, allocate_barrier
 
@@ -122,10 +121,3 @@ def load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED: gl.constex
         else:
             async_copy.async_copy_global_to_shared(sh.q[chunk].index(0), pointers + COLUMNS * chunk, mask=in_heads)
     async_copy.mbarrier_arrive(sh.q_full, increment_count=False)
-
-
-@gluon.jit
-def release_late(release):
-    """For a producer that has requested its last keys: what is left of the CTA hides the next kernel's launch."""
-    if release == RELEASE_LAST:
-        gdc_launch_dependents()
