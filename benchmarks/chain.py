@@ -2,8 +2,8 @@
 
 Ours: the two ops as the pass emits them, and for many tokens also with DeepGEMM as the product's backend, which is used
 only where it is installed and asked for. Peers: FlashMLA (sparse decode over FP8 pages, and sparse forward over bf16
-rows), a one-row-per-warp rotation + quantisation kernel (stand-in, see peers.py), DeepGEMM's fp8_einsum. Every variant
-is checked against float64 before it is timed.
+rows), vLLM's rotation + quantisation kernel (where it is not importable a stand-in, see peers.py; each row says which),
+DeepGEMM's fp8_einsum. Every variant is checked against float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -78,15 +78,13 @@ def ours_fp8(x: AttentionInputs, pages: Tensor, extra_pages: Tensor, w: Projecti
     return torch.ops.fusion_pass.fp8_bgemm(codes, scales, w.weight, w.scales)
 
 
-def theirs(attention: harness.Call, gemm: Any, x: AttentionInputs, w: Projection, groups: int) -> Tensor:
+def theirs(
+    attention: harness.Call, quantise: peers.Quantisation, gemm: Any, x: AttentionInputs, w: Projection
+) -> Tensor:
     """[T, G, R]: attention from FlashMLA, then the quantisation kernel, then DeepGEMM."""
-    o = attention()
-    tokens, heads, _ = o.shape
-    width = heads // groups * 512
-    codes = torch.empty(groups, tokens, width, device=o.device, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(groups, width // 128, (tokens + 3) // 4 * 4, device=o.device)
-    peers.row_per_warp_quant(o, x.cos, x.sin, groups, codes, scales)
-    out = torch.empty(tokens, groups, w.weight.shape[1], device=o.device, dtype=torch.bfloat16)
+    codes, scales = quantise(attention())
+    groups, tokens, _ = codes.shape
+    out = torch.empty(tokens, groups, w.weight.shape[1], device=codes.device, dtype=torch.bfloat16)
     peers.deep_gemm_bgemm(gemm, codes, scales, w.weight, w.scales, out)()
     return out
 
@@ -131,12 +129,15 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
         ]
     if mla is not None and gemm is not None:
         joined = [torch.cat(p) for p in pools]
+        quantise = [peers.quantisation(x.cos, x.sin, groups)[1] for x, _, _ in cases]
         calls["peers, bf16 KV"] = [
-            partial(theirs, peers.flash_mla_bf16(mla, x, joined[k]), gemm, x, w, groups) for x, w, k in cases
+            partial(theirs, peers.flash_mla_bf16(mla, x, joined[k]), quant, gemm, x, w)
+            for (x, w, k), quant in zip(cases, quantise, strict=True)
         ]
         if pages:
             calls["peers, FP8 KV"] = [
-                partial(theirs, peers.flash_mla_fp8(mla, x, *pages[k]), gemm, x, w, groups) for x, w, k in cases
+                partial(theirs, peers.flash_mla_fp8(mla, x, *pages[k]), quant, gemm, x, w)
+                for (x, w, k), quant in zip(cases, quantise, strict=True)
             ]
     checked = sorted({0, tokens // 2, tokens - 1})[:CHECKED]
     expected = reference(*cases[0][:2], groups, checked)
@@ -170,6 +171,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 )
                 row = {"shape": name, "T": tokens, "variant": variant, **timing.row(), "roofline": round(fraction, 3)}
                 row |= {"bytes": moved, "flops": attention_flops + gemm_flops}
+                if variant.startswith("peers"):
+                    row["quantisation"] = "vLLM" if peers.vllm_quant() is not None else "stand-in"
                 if best is not None:
                     row["best peer / this"] = round(harness.ratio(timings[best], timing), 3)
                 if "peers, FP8 KV" in timings and variant == "fusion_pass, FP8 KV":

@@ -16,6 +16,7 @@ import json
 import math
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,8 @@ def environment() -> dict[str, Any]:
             info[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             info[name] = None
+    vllm = sys.modules.get("vllm")  # timed from an installation or from its source file alone
+    info["vllm"] = None if vllm is None else str(getattr(vllm, "__version__", "unknown"))
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         info |= {

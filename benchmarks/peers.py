@@ -2,14 +2,15 @@
 
 - FlashMLA (`sgl-flash-mla`, legacy sm_90 kernels): sparse decode over FP8 pages, sparse forward over bf16 rows.
 - DeepGEMM (`tokenspeed-deepgemm`): fp8_einsum, compiled by nvcc at its first call.
-- `row_per_warp_quant`: no wheel carries vLLM's inverse-RoPE + quantisation kernel alone. This stand-in is written here
-  with the design that it is known for (one warp per token and head, the rotation partner reloaded) and is named so in
-  every table.
+- vLLM's inverse-RoPE + quantisation kernel, where `vllm` is importable (its one module and its imports are enough).
+- `row_per_warp_quant`: a stand-in for it where it is not, written here with the same design (one warp per token and
+  head, the rotation partner reloaded). Tables name which of the two they timed.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -26,6 +27,16 @@ def _optional(name: str) -> ModuleType | None:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError):
         return None
+
+
+VLLM_QUANT = "fused_inv_rope_fp8_quant"
+_VLLM_HOMES = ("vllm.models.deepseek_v4.common.ops", "vllm.v1.attention.ops.deepseek_v4_ops")  # newest first
+
+
+def vllm_quant() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """vLLM's function, or None."""
+    modules = (_optional(f"{home}.{VLLM_QUANT}") for home in _VLLM_HOMES)
+    return next((getattr(module, VLLM_QUANT) for module in modules if module is not None), None)
 
 
 def flash_mla() -> ModuleType | None:
@@ -140,3 +151,44 @@ def row_per_warp_quant(o: Tensor, cos: Tensor, sin: Tensor, groups: int, codes: 
         num_warps=1,
         num_stages=1,
     )
+
+
+# o [T, H, 512] -> codes [G, T, K], scales fp32 [G, K/128, M]
+Quantisation = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def vllm_quantisation(cos: Tensor, sin: Tensor, groups: int) -> Quantisation | None:
+    """vLLM's kernel with the rotation tables [T, half] as it takes them, made beforehand; None where it is missing."""
+    function = vllm_quant()
+    if function is None:
+        return None
+    table = torch.cat([cos, sin], 1).float().contiguous()
+    positions = torch.arange(cos.shape[0], device=cos.device)
+
+    def quantise(o: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = function(o, positions, table, groups, o.shape[1] // groups)
+        padded = scales.stride(2)  # [T, G, K/128], tokens fastest
+        whole = scales.as_strided((groups, scales.shape[2], padded), (scales.stride(1), padded, 1))
+        return codes.transpose(0, 1), whole
+
+    return quantise
+
+
+def stand_in_quantisation(cos: Tensor, sin: Tensor, groups: int) -> Quantisation:
+    """The stand-in, with outputs of its own as an engine's op allocates them."""
+
+    def quantise(o: Tensor) -> tuple[Tensor, Tensor]:
+        tokens, heads, dim = o.shape
+        width = heads // groups * dim
+        codes = torch.empty(groups, tokens, width, device=o.device, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(groups, width // 128, (tokens + 3) // 4 * 4, device=o.device)
+        row_per_warp_quant(o, cos, sin, groups, codes, scales)
+        return codes, scales
+
+    return quantise
+
+
+def quantisation(cos: Tensor, sin: Tensor, groups: int) -> tuple[str, Quantisation]:
+    """(its name in tables, the kernel that a peers' chain uses): vLLM's, else the stand-in."""
+    vllm = vllm_quantisation(cos, sin, groups)
+    return ("vLLM", vllm) if vllm is not None else ("stand-in", stand_in_quantisation(cos, sin, groups))
