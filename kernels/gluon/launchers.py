@@ -49,24 +49,24 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     from ..triton.epilogue import quant_mode
 
     splits, tokens, heads, dim = partials.shape
+    where = {"token0": token0, "ready": True}
     if epilogue.kind == "plain":
-        out = epilogue.out.view(-1, heads, dim)[token0:]
-        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, merging.decide(partials, None))
+        out, decision = epilogue.out.view(-1, heads, dim), merging.decide(partials, None)
+        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, **where)
         return
     cos, sin = epilogue.cos, epilogue.sin
     assert cos is not None and sin is not None
     quant = quant_mode(epilogue.scale_rule, epilogue.packed) if epilogue.kind == "quant" else 0
-    after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor, token0, ready=True)
+    after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
     out = epilogue.out.view(torch.uint8) if quant else epilogue.out
     if tiling := tuning_data.merge_tiling(tokens * heads, splits):
         rows, num_warps = tiling
         merge_rows.merge_rows_into(
-            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True
+            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True, **where
         )
         return
-    decision = merging.decide(partials, None, epilogue=True)
-    decision = replace(decision, pdl=True)
-    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after)
+    decision = replace(merging.decide(partials, None, epilogue=True), pdl=True)
+    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, **where)
 
 
 def _sm_count(device: torch.device) -> int:

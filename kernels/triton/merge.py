@@ -30,11 +30,7 @@ _STEP_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 
 class Epilogue:
     """What follows the merge: inverse RoPE with ``cos``, ``sin`` [rows, half], regrouped into ``groups``; with
     ``quant`` (a QUANT constant) E4M3 codes per ``block`` channels instead of rows. ``floor``: lower bound of the
-    absolute maximum.
-
-    ``token0``: the outputs' token that the partials' first is; token t uses row t % rows of the tables. ``ready``: the
-    tables and the sink were complete before the kernel that writes the partials started.
-    """
+    absolute maximum. Token t of the outputs uses row t % rows of the tables."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -42,8 +38,6 @@ class Epilogue:
     quant: int = 0
     block: int = 128
     floor: float = 1e-12
-    token0: int = 0
-    ready: bool = False
 
 
 def unrolled_steps(num_partials: int, kv_split: int, limit: int) -> int:
@@ -108,29 +102,30 @@ def merge_into(
     stat_scale: float,
     decision: KvSplitDecision,
     epilogue: Epilogue | None = None,
+    *,
+    token0: int = 0,
+    ready: bool = False,
 ) -> None:
     """Merge ``partials`` [P, T, H, D] into ``out``, contiguous: [T, H, D], or [G, T, K] with an epilogue (codes
     viewed as uint8 when it quantises, with their ``scales``). ``stats`` [T, H, 2] fp32 or None. Arguments are not
-    checked here."""
+    checked here.
+
+    token0: the partials' first token in ``out`` and ``scales``, which may have more tokens than the partials. ready:
+    tables and sink were complete before the kernel that writes the partials started.
+    """
     num_partials, tokens, heads, dim = partials.shape
     if tokens == 0:
         return
     partials, lse_or_max = partials.contiguous(), lse_or_max.contiguous()
     sum = None if sum is None else sum.contiguous()
     sink = None if sink is None else sink.contiguous()
-    half, quant, block, floor, groups, token0, total, period = 0, int(QUANT_NONE.value), 1, 1.0, 1, 0, tokens, 1
+    half, quant, block, floor, groups, total, period = 0, int(QUANT_NONE.value), 1, 1.0, 1, tokens, 1
     cos = sin = lse_or_max  # not read without an epilogue
     strides: tuple[int, ...] = (0, 1, 0, 1)
     if epilogue is not None:
         half, groups = epilogue.cos.shape[-1], epilogue.groups
         quant, block, floor = epilogue.quant, epilogue.block, epilogue.floor
-        cos, sin, token0, total, period = (
-            epilogue.cos,
-            epilogue.sin,
-            epilogue.token0,
-            out.shape[1],
-            epilogue.cos.shape[0],
-        )
+        cos, sin, total, period = epilogue.cos, epilogue.sin, out.shape[1], epilogue.cos.shape[0]
         strides = (*cos.stride(), *sin.stride())
     kv_split, width = decision.kv_split, decision.width
     if quant and width < block:
@@ -170,7 +165,7 @@ def merge_into(
         BLOCK=block,
         QUANT=quant,
         NATIVE=e4m3_is_native(partials.device),
-        READY=epilogue is not None and epilogue.ready,
+        READY=ready,
         PDL=pdl,
         num_warps=decision.num_warps,
         **({"launch_pdl": True} if pdl else {}),

@@ -135,9 +135,12 @@ def merge_rows_into(
     rows: int,
     num_warps: int,
     pdl: bool,
+    token0: int = 0,
+    ready: bool = False,
 ) -> None:
     """Merge ``partials`` [P, T, H, D] with natural-log ``lse`` [P, T, H] into ``out`` [G, T, K] (codes as uint8 where
-    the epilogue quantises, with their ``scales``), ``rows`` rows per program. Arguments are not checked here."""
+    the epilogue quantises, with their ``scales``), ``rows`` rows per program. token0, ready: as of
+    :func:`.merge.merge_into`. Arguments are not checked here."""
     count, tokens, heads, dim = partials.shape
     half, quant = epilogue.cos.shape[-1], epilogue.quant
     cos, sin = epilogue.cos, epilogue.sin
@@ -152,7 +155,7 @@ def merge_rows_into(
         sin,
         tokens * heads,
         heads,
-        epilogue.token0,
+        token0,
         out.shape[1],
         cos.shape[0],
         *cos.stride(),
@@ -167,7 +170,7 @@ def merge_rows_into(
         BLOCK=epilogue.block,
         QUANT=quant,
         NATIVE=e4m3_is_native(partials.device),
-        READY=epilogue.ready,
+        READY=ready,
         PDL=pdl,
         num_warps=num_warps,
         **({"launch_pdl": True} if pdl else {}),
