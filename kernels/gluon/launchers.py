@@ -49,10 +49,9 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     from ..triton.epilogue import quant_mode
 
     splits, tokens, heads, dim = partials.shape
-    where = {"token0": token0, "ready": True}
     if epilogue.kind == "plain":
         out, decision = epilogue.out.view(-1, heads, dim), merging.decide(partials, None)
-        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, **where)
+        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, token0=token0, ready=True)
         return
     cos, sin = epilogue.cos, epilogue.sin
     assert cos is not None and sin is not None
@@ -62,11 +61,23 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     if tiling := tuning_data.merge_tiling(tokens * heads, splits):
         rows, num_warps = tiling
         merge_rows.merge_rows_into(
-            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True, **where
+            out,
+            epilogue.scales,
+            partials,
+            lse,
+            sink,
+            after,
+            rows=rows,
+            num_warps=num_warps,
+            pdl=True,
+            token0=token0,
+            ready=True,
         )
         return
     decision = replace(merging.decide(partials, None, epilogue=True), pdl=True)
-    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, **where)
+    merging.merge_into(
+        out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, token0=token0, ready=True
+    )
 
 
 def _sm_count(device: torch.device) -> int:
