@@ -20,6 +20,7 @@ from fusion_pass.kernels.tuning.bgemm import Form
 SHARED_LIMIT = 232_448  # bytes a CTA can have on sm_90
 ROOT = Path(__file__).resolve().parents[2]
 POINTERS = {"index0": "*i32", "index1": "*i32", "length0": "*i32", "length1": "*i32", "lse": "*fp32", "sink": "*fp32"}
+POINTERS |= {"share_lse": "*fp32", "flags": "*i64"}
 BASE = {
     "HEADS": 128,
     "PER_GROUP": 8,
@@ -39,6 +40,7 @@ BASE = {
     "STRIDE0": 512,
     "STRIDE1": 512,
     "PAGED": False,
+    "PAIRED": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
 PAGES = {"PAGED": True, "STRIDE0": 64, "STRIDE1": 64}
@@ -62,6 +64,9 @@ VARIANTS = {
         {**PAGES, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
         {**BYTES, "index0": "*i64", "index1": "*i64"},
     ),
+    "quant, paired": ("quant", {"PAIRED": True}, QUANT),
+    "plain, paired": ("plain", {"PAIRED": True, "HEADS": 64}, {}),
+    "pages, packed, paired": ("quant", {**PAGES, "PAIRED": True, "PACKED": True}, {**BYTES, "out": "*fp8e4nv", "scales": "*i8"}),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
 # name: (form, constants)
