@@ -75,6 +75,15 @@ def plan(
     return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, paged, cut)
 
 
+def _meeting(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What the shares of `rows` rows of 64 heads exchange: bf16 values, fp32 log-sum-exps, flags, all uninitialised."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    assert 2 * rows <= sms, "shares that wait for each other must all find a multiprocessor"
+    values = torch.empty(rows, 2, 2, TILE * HEAD_DIM // 4, dtype=torch.bfloat16, device=device)
+    sums = torch.empty(rows, 2, 2, TILE, dtype=torch.float32, device=device)
+    return values, sums, torch.empty(rows, 2, 2, dtype=torch.int64, device=device)
+
+
 def _launch(
     q: Tensor,
     kv: Tensor,
@@ -99,6 +108,9 @@ def _launch(
     One kernel launch, or with `tail` [P, t, H, 512] (partials) two: the last t tokens' keys are cut into P shares, by a
     launch that takes multiprocessors as soon as the first has no more work for them. Nothing that it writes may be
     memory which was freed after the first launch. Whoever waits for the last launch has waited for both.
+
+    Two splits whose epilogue is not "partial" finish their rows themselves (attention_pairs.py): then all shares must
+    fit the GPU at once.
     """
     from .attention_kernel import attention_kernel
 
@@ -121,7 +133,10 @@ def _launch(
     total = batches * queries
     sink = None if sink is None else sink.contiguous()
     whole = tokens - (0 if tail is None else tail.out.shape[1])
-    release = tuning_data.release(tokens * heads, splits) if tail is None else tuning_data.RELEASE_FIRST
+    paired = splits == 2 and epilogue.kind != "partial"
+    cut = 1 if paired else splits
+    release = tuning_data.release(tokens * heads, cut) if tail is None else tuning_data.RELEASE_FIRST
+    values, sums, flags = _meeting(tokens * blocks, q.device) if paired else (q, q, q)
     parts = [(epilogue, 0, whole, splits, WAIT_FIRST if pdl else 0, release)]
     if tail is not None:
         shares, count = tail.out.shape[:2]
@@ -146,6 +161,9 @@ def _launch(
             out,
             out if scales is None else scales,
             out if to.lse is None else to.lse,
+            values,
+            sums,
+            flags,
             scale * LOG2E,
             to.floor,
             count * blocks * shares,
@@ -192,6 +210,7 @@ def _launch(
             BATCHED=batches > 1,
             ROPE_SHARED=rope and cos.shape[0] != total,
             PAGED=paged,
+            PAIRED=paired,
             num_warps=4,
             **({"launch_pdl": True} if wait else {}),
             **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),

@@ -91,6 +91,9 @@ def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch
     if chosen is None or not chosen.cut:
         launch(epilogue, sink, 1, None)
         return
+    if chosen.paired:
+        launch(epilogue, sink, chosen.splits, None)
+        return
     sink = None if sink is None else sink.contiguous()
     # Allocated before anything is launched: the launch that writes it does not wait for the one before.
     partials = torch.empty(chosen.splits, chosen.cut, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
