@@ -95,7 +95,9 @@ TILE_US = 1.75  # of a share: one tile of 64 keys
 # cost more than 128 is no misprint: 5 shares were 2.6 us faster than 10 there.
 SHARE_US = ((64, 0.87), (128, 0.16), (256, 0.3), (512, 0.25))
 SHARE_US_PER_ROW = 0.25 / 240
-PAIR_US = 3.0  # of two shares that finish their rows themselves
+# Of two shares that finish their rows themselves. Not over FP8 pages: 2 us slower there than a merge behind the kernel,
+# where 1 to 2.5 us faster over bf16 rows (H200).
+PAIR_US = 4.0
 TAIL_US = 4.0  # of the two launches that shares of a last wave need
 
 
@@ -120,10 +122,11 @@ def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, paged: bool 
 
     most = max(1, min(tiles, sm_count // (last * blocks)))
     splits = min(range(1, most + 1), key=cost)
-    if not waves and most > 1 and -(-tiles // 2) * TILE_US + PAIR_US < cost(splits):
+    if not waves and not paged and most > 1 and -(-tiles // 2) * TILE_US + PAIR_US < cost(splits):
         return Plan(tokens, 2, paired=True)
     splits = -(-tiles // -(-tiles // splits))
-    return Plan(last, splits) if splits > 1 else Plan(0, 1)
+    least = 3 if waves else 2  # a last wave in two shares was slower than a whole one
+    return Plan(last, splits) if splits >= least else Plan(0, 1)
 
 
 # Hopper: when the kernel behind the attention may be launched. At its start; when every CTA has requested its last

@@ -66,7 +66,11 @@ VARIANTS = {
     ),
     "quant, paired": ("quant", {"PAIRED": True}, QUANT),
     "plain, paired": ("plain", {"PAIRED": True, "HEADS": 64}, {}),
-    "pages, packed, paired": ("quant", {**PAGES, "PAIRED": True, "PACKED": True}, {**BYTES, "out": "*fp8e4nv", "scales": "*i8"}),
+    "dense mask, packed, paired": (
+        "quant",
+        {"PAIRED": True, "POOLS": 1, "HAS_BIAS": True, "PACKED": True},
+        {"out": "*fp8e4nv", "scales": "*i8"},
+    ),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
 # name: (form, constants)
@@ -83,7 +87,7 @@ BGEMM_VARIANTS = {
     ),
     "bgemm, exponent scales": (Form(256, 128, 4, 1), {"PACKED_X": True, "BYTES_W": True}),
 }
-FAST = ("quant", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
+FAST = ("quant", "quant, paired", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
 
 
 def attention_source(name: str):

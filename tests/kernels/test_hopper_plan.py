@@ -31,11 +31,14 @@ def test_plans(heads, paged):
             assert plan.cut * blocks * plan.splits <= SMS
             share = -(-tiles // plan.splits)
             assert (plan.splits - 1) * share < tiles, "a share without keys"
+            assert not plan.paired or (plan.cut == tokens and plan.splits == 2 and not paged)
             if rows > SMS and plan.cut:
                 whole = (tokens - plan.cut) * blocks
                 assert whole <= rows // SMS * SMS < whole + plan.cut * blocks
-                # what a call of these tokens alone takes: its kernels are then compiled already
-                assert plan == hopper_plan(plan.cut, heads, tiles, SMS, paged)
+                # what a call of these tokens alone takes, unless it finishes its rows itself
+                alone = hopper_plan(plan.cut, heads, tiles, SMS, paged)
+                assert plan == alone or alone.paired
+                assert plan.splits > 2 and not plan.paired
             if rows > SMS:
                 assert hopper_plan(tokens, heads, tiles, SMS, paged, False) == Plan(0, 1)
 
@@ -50,6 +53,14 @@ def test_tails(tokens, heads, tail):
         assert plan.cut == tail and plan.splits >= 4
     assert attention.plan(128, 128, 1152, SMS) == Plan(0, 1)
     assert attention.plan(66, 128, 1152, SMS) == Plan(0, 1)
+
+
+def test_pairs():
+    """Two shares finish their rows themselves where bf16 rows half fill the GPU."""
+    for tokens, heads, keys in ((32, 128, 1152), (33, 128, 1152), (64, 64, 640), (32, 64, 640)):
+        assert attention.plan(tokens, heads, keys, SMS) == Plan(tokens, 2, paired=True)
+        assert not attention.plan(tokens, heads, keys, SMS, paged=True).paired
+    assert not attention.plan(16, 128, 1152, SMS).paired
 
 
 def test_release():
