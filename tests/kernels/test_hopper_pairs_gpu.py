@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two shares of a row that finish it together (kernels/gluon/attention_pairs.py): against float64, with lists of few and
-of no keys, twice the same bits, and in several streams and CUDA graphs at the same time."""
+"""Two shares of a row that finish it together (kernels/gluon/attention_pairs.py): against float64, lists of few and of
+no keys, twice the same bits, and in several streams and CUDA graphs at the same time."""
 
 import pytest
 import torch
