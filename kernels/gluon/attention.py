@@ -192,6 +192,8 @@ def _launch(
             BATCHED=batches > 1,
             ROPE_SHARED=rope and cos.shape[0] != total,
             PAGED=paged,
+            # what it needs is free: codes take half of the space of other outputs, shares have a CTA each
+            AHEAD=paged and (to.kind == "quant" or (partial and count * blocks * shares <= sms)),
             num_warps=4,
             **({"launch_pdl": True} if wait else {}),
             **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
