@@ -68,11 +68,9 @@ def _aligned_q(q: Tensor) -> Tensor:
     return q if good else q.contiguous()
 
 
-def plan(
-    tokens: int, heads: int, keys: int, sm_count: int, *, paged: bool = False, cut: bool = True
-) -> tuning_data.Plan:
+def plan(tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True) -> tuning_data.Plan:
     """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split."""
-    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, paged, cut)
+    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut)
 
 
 def _launch(
@@ -121,11 +119,14 @@ def _launch(
     total = batches * queries
     sink = None if sink is None else sink.contiguous()
     whole = tokens - (0 if tail is None else tail.out.shape[1])
-    release = tuning_data.release(tokens * heads, splits) if tail is None else tuning_data.RELEASE_FIRST
+    release = tuning_data.RELEASE_FIRST
+    if epilogue.kind == "partial":
+        release = tuning_data.hopper_merging(tokens * heads, splits).release
     parts = [(epilogue, 0, whole, splits, WAIT_FIRST if pdl else 0, release)]
     if tail is not None:
         shares, count = tail.out.shape[:2]
-        parts.append((tail, whole, count, shares, WAIT_LAST, tuning_data.release(count * heads, shares)))
+        merging = tuning_data.hopper_merging(count * heads, shares, tail=True)
+        parts.append((tail, whole, count, shares, WAIT_LAST, merging.release))
     for to, first, count, shares, wait, release in parts:
         partial, rope, packed, out, scales = to.kind == "partial", to.cos is not None, to.packed, to.out, to.scales
         cos = to.cos if to.cos is not None else out
