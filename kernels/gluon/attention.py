@@ -69,10 +69,11 @@ def _aligned_q(q: Tensor) -> Tensor:
 
 
 def plan(
-    tokens: int, heads: int, keys: int, sm_count: int, *, paged: bool = False, cut: bool = True
+    tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True, pair: bool = True
 ) -> tuning_data.Plan:
-    """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split."""
-    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, paged, cut)
+    """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split;
+    pair: whether two shares may finish their rows themselves."""
+    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut, pair)
 
 
 def _meeting(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,13 +135,15 @@ def _launch(
     sink = None if sink is None else sink.contiguous()
     whole = tokens - (0 if tail is None else tail.out.shape[1])
     paired = splits == 2 and epilogue.kind != "partial"
-    cut = 1 if paired else splits
-    release = tuning_data.release(tokens * heads, cut) if tail is None else tuning_data.RELEASE_FIRST
     values, sums, flags = _meeting(tokens * blocks, q.device) if paired else (q, q, q)
+    release = tuning_data.RELEASE_FIRST
+    if epilogue.kind == "partial":
+        release = tuning_data.hopper_merging(tokens * heads, splits).release
     parts = [(epilogue, 0, whole, splits, WAIT_FIRST if pdl else 0, release)]
     if tail is not None:
         shares, count = tail.out.shape[:2]
-        parts.append((tail, whole, count, shares, WAIT_LAST, tuning_data.release(count * heads, shares)))
+        merging = tuning_data.hopper_merging(count * heads, shares, tail=True)
+        parts.append((tail, whole, count, shares, WAIT_LAST, merging.release))
     for to, first, count, shares, wait, release in parts:
         partial, rope, packed, out, scales = to.kind == "partial", to.cos is not None, to.packed, to.out, to.scales
         cos = to.cos if to.cos is not None else out
@@ -211,6 +214,8 @@ def _launch(
             ROPE_SHARED=rope and cos.shape[0] != total,
             PAGED=paged,
             PAIRED=paired,
+            # what it needs is free: codes take half of the space of other outputs, shares have a CTA each
+            AHEAD=paged and (to.kind == "quant" or (partial and count * blocks * shares <= sms)),
             num_warps=4,
             **({"launch_pdl": True} if wait else {}),
             **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),

@@ -327,8 +327,8 @@ def attention_kernel(
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, PAIRED: gl.constexpr, OUTSTANDING: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, AHEAD: gl.constexpr, PAIRED: gl.constexpr,
+    OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
     keys = Keys(
@@ -358,8 +358,8 @@ def attention_kernel(
             [
                 (consumer_right, (sh, keys, jobs, output, meeting, scale, release)),
                 (consumer_left, (sh, keys, jobs, output, meeting, scale, OUTSTANDING)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, AHEAD, 0)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, AHEAD, 1)),
             ],
             [4, 4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

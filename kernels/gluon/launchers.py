@@ -43,23 +43,28 @@ def _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales) -> Epi
 
 
 def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None, token0: int) -> None:
-    """Merge the partials of all splits, of the tokens from `token0` on, and run `epilogue` there."""
+    """Merge the partials of all splits, of the tokens from `token0` on, and run `epilogue` there.
+
+    What it reads besides may be loaded before it waits for the attention, and is if it is there before that ends.
+    """
     from ..triton import merge as merging
     from ..triton import merge_rows
     from ..triton.epilogue import quant_mode
 
     splits, tokens, heads, dim = partials.shape
+    how = tuning_data.hopper_merging(tokens * heads, splits, tail=token0 > 0)
+    ready = how.release != tuning_data.RELEASE_NEVER
     if epilogue.kind == "plain":
         out, decision = epilogue.out.view(-1, heads, dim), merging.decide(partials, None)
-        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, token0=token0, ready=True)
+        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, token0=token0, ready=ready)
         return
     cos, sin = epilogue.cos, epilogue.sin
     assert cos is not None and sin is not None
     quant = quant_mode(epilogue.scale_rule, epilogue.packed) if epilogue.kind == "quant" else 0
     after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
     out = epilogue.out.view(torch.uint8) if quant else epilogue.out
-    if tiling := tuning_data.merge_tiling(tokens * heads, splits):
-        rows, num_warps = tiling
+    if how.tiling is not None:
+        rows, num_warps = how.tiling
         merge_rows.merge_rows_into(
             out,
             epilogue.scales,
@@ -71,12 +76,12 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
             num_warps=num_warps,
             pdl=True,
             token0=token0,
-            ready=True,
+            ready=ready,
         )
         return
     decision = replace(merging.decide(partials, None, epilogue=True), pdl=True)
     merging.merge_into(
-        out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, token0=token0, ready=True
+        out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, token0=token0, ready=ready
     )
 
 
@@ -84,10 +89,13 @@ def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, **forms: bool) -> None:
-    """Run `launch(epilogue, sink, splits, tail)`, its keys shared out as the plan says. forms: see attention.plan."""
+def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, cut: bool = True) -> None:
+    """Run `launch(epilogue, sink, splits, tail)`, its keys shared out as the plan says.
+
+    cut: `launch` is one over all tokens, which can compute its last tokens apart.
+    """
     # A batch-invariant call is not split: the number of splits depends on the number of tokens.
-    chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), **forms)
+    chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), cut=cut)
     if chosen is None or not chosen.cut:
         launch(epilogue, sink, 1, None)
         return
@@ -215,7 +223,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
         for token0, _, rows, lists in chunks:
             attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0, pdl=True)
 
-    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, paged=aligned, cut=aligned)
+    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=aligned, pair=not aligned)
 
 
 def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):

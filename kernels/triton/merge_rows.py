@@ -21,8 +21,11 @@ from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, suppo
 from .merge import Epilogue
 from .rope_quant import scale_pointer
 
+# Partials that a program loads: counts between are rounded up, so that few kernels are compiled.
+COUNTS = (2, 3, 4, 6, 9, 12, 18)
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads", "token0", "total_tokens", "table_rows"])
+
+@triton.jit(do_not_specialize=["num_partials", "num_rows", "num_heads", "token0", "total_tokens", "table_rows"])
 def _merge_rows_kernel(
     partials_ptr,
     lse_ptr,
@@ -31,6 +34,7 @@ def _merge_rows_kernel(
     scales_ptr,
     cos_ptr,
     sin_ptr,
+    num_partials,
     num_rows,
     num_heads,
     token0,  # token of the outputs that the partials' first is
@@ -42,6 +46,7 @@ def _merge_rows_kernel(
     sin_stride,
     floor,
     PARTIALS: tl.constexpr,
+    CERTAIN: tl.constexpr,  # so many of them always exist
     ROWS: tl.constexpr,
     HAS_SINK: tl.constexpr,
     D: tl.constexpr,
@@ -76,8 +81,14 @@ def _merge_rows_kernel(
     for slot in tl.static_range(0, PARTIALS):
         statistic = slot * num_rows + row
         address = partials_ptr + statistic.to(tl.int64)[:, None] * D + channel[None, :]
-        values = values + (tl.load(address),)  # type: ignore[assignment]
-        tops = tops + (tl.load(lse_ptr + statistic) * 1.4426950408889634,)  # type: ignore[assignment]
+        if slot < CERTAIN:
+            values = values + (tl.load(address),)  # type: ignore[assignment]
+            top = tl.load(lse_ptr + statistic)
+        else:
+            present = slot < num_partials
+            values = values + (tl.load(address, mask=present, other=0.0),)  # type: ignore[assignment]
+            top = tl.load(lse_ptr + statistic, mask=present, other=float("-inf"))
+        tops = tops + (top * 1.4426950408889634,)  # type: ignore[assignment]
     if not READY:
         tl.debug_barrier()  # all loads above are issued before anything waits for the tables
         tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
@@ -139,11 +150,12 @@ def merge_rows_into(
     ready: bool = False,
 ) -> None:
     """Merge ``partials`` [P, T, H, D] with natural-log ``lse`` [P, T, H] into ``out`` [G, T, K] (codes as uint8 where
-    the epilogue quantises, with their ``scales``), ``rows`` rows per program. token0, ready: as of
+    the epilogue quantises, with their ``scales``), ``rows`` rows per program. P is at most 18. token0, ready: as of
     :func:`.merge.merge_into`. Arguments are not checked here."""
     count, tokens, heads, dim = partials.shape
     half, quant = epilogue.cos.shape[-1], epilogue.quant
     cos, sin = epilogue.cos, epilogue.sin
+    slots = next(c for c in COUNTS if c >= count)
     pdl = pdl and supports_pdl(partials.device)
     _merge_rows_kernel[(math.ceil(tokens * heads / rows),)](
         partials,
@@ -153,6 +165,7 @@ def merge_rows_into(
         out if scales is None else scale_pointer(scales, quant),
         cos,
         sin,
+        count,
         tokens * heads,
         heads,
         token0,
@@ -161,7 +174,8 @@ def merge_rows_into(
         *cos.stride(),
         *sin.stride(),
         epilogue.floor,
-        PARTIALS=count,
+        PARTIALS=slots,
+        CERTAIN=max((c for c in COUNTS if c < slots), default=slots - 1) + 1,
         ROWS=rows,
         HAS_SINK=sink is not None,
         D=dim,

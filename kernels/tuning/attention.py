@@ -9,7 +9,7 @@ reaches there); the others are chosen by what fits and have not been run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,14 @@ SHARE_US_PER_ROW = 0.25 / 240
 # Of two shares that finish their rows themselves. Not over FP8 pages: 2 us slower there than a merge behind the kernel,
 # where 1 to 2.5 us faster over bf16 rows (H200).
 PAIR_US = 4.0
-TAIL_US = 4.0  # of the two launches that shares of a last wave need
+# Of a last wave that is cut, beside its shares: two launches more. It separates what was faster cut (2 to 16 rows of 18
+# tiles: by 11 to 13 us; 28 rows: by 5) from what was slower (60 rows: by 2; 8 rows of 10 tiles: by up to 1).
+TAIL_US = 13.5
 
 
-def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, paged: bool = False, cut: bool = True) -> Plan:
+def hopper_plan(
+    tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = True, pair: bool = True
+) -> Plan:
     """How rows (tokens x blocks of 64 heads) with ``tiles`` tiles of keys each share the multiprocessors; no share is
     empty.
 
@@ -122,34 +126,44 @@ def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, paged: bool 
 
     most = max(1, min(tiles, sm_count // (last * blocks)))
     splits = min(range(1, most + 1), key=cost)
-    if not waves and not paged and most > 1 and -(-tiles // 2) * TILE_US + PAIR_US < cost(splits):
+    if pair and not waves and most > 1 and -(-tiles // 2) * TILE_US + PAIR_US < cost(splits):
         return Plan(tokens, 2, paired=True)
     splits = -(-tiles // -(-tiles // splits))
-    least = 3 if waves else 2  # a last wave in two shares was slower than a whole one
-    return Plan(last, splits) if splits >= least else Plan(0, 1)
+    return Plan(last, splits) if splits > 1 else Plan(0, 1)
 
 
-# Hopper: when the kernel behind the attention may be launched. At its start; when every CTA has requested its last
-# keys; at its end.
+# Hopper: when the kernel behind the attention may be launched: at its start; when every CTA has multiplied its last
+# tile; at its end.
 RELEASE_FIRST, RELEASE_LAST, RELEASE_NEVER = 1, 2, 0
-# From this many rows (tokens x heads) on, the kernel behind a split attention must not be let in before that is
-# done: its waiting programs fill the multiprocessors that the attention leaves free, and what follows starts late.
-# Measured on an H200 at 128 heads: 0.4 us lost at 4 tokens, 2 at 8 and at 16, 1 at 32 (there by a merge without
-# dependent launch); up to 2 us won below.
-LATE_RELEASE = 512
 
 
-def release(rows: int, splits: int) -> int:
-    """When the kernel behind a Hopper attention of ``rows`` (tokens x heads) may be launched."""
-    return RELEASE_FIRST if splits == 1 or rows < LATE_RELEASE else RELEASE_NEVER
+@dataclass(frozen=True)
+class Merging:
+    """The merge behind a split Hopper attention: rows per program and warps, or None for the kernel that gives a row a
+    program of its own; and when it is let in."""
+
+    tiling: tuple[int, int] | None
+    release: int
 
 
-# Hopper: (tokens x heads from, at most so many shares, rows per program, warps) of the merge that takes several rows
-# per program; elsewhere every row has a program of its own, which was as fast or faster there.
-MERGE_ROWS = (2048, 4, 4, 4)
+# (up to so many rows = tokens x heads, at most so many shares, how), measured on an H200; nothing else: _SEPARATE. A
+# merge that waits beside the attention fills the multiprocessors that are free early, unevenly, so it is let in late
+# unless it is tiny or its programs take a multiprocessor each (32 warps).
+MERGING = (
+    (128, 18, Merging((1, 4), RELEASE_LAST)),
+    (511, MAX_SPLITS, Merging(None, RELEASE_LAST)),
+    (2047, MAX_SPLITS, Merging(None, RELEASE_NEVER)),
+    (2112, 4, Merging((16, 32), RELEASE_LAST)),
+    (3071, 4, Merging((4, 4), RELEASE_NEVER)),
+    (4224, 4, Merging((32, 32), RELEASE_LAST)),
+)
+_SEPARATE = Merging(None, RELEASE_NEVER)
+# A last wave's shares: the merge of fewer rows may wait on multiprocessors that the other launch has left; that of more
+# was 1 to 4 us slower then.
+TAIL_EARLY = 512
 
 
-def merge_tiling(rows: int, splits: int) -> tuple[int, int] | None:
-    """(rows per program, warps) of the merge behind a split Hopper attention, or None for a program per row."""
-    least, most, per_program, warps = MERGE_ROWS
-    return (per_program, warps) if rows >= least and splits <= most else None
+def hopper_merging(rows: int, splits: int, tail: bool = False) -> Merging:
+    """How ``splits`` shares of ``rows`` (tokens x heads) are merged. tail: rows of a last wave."""
+    how = next((how for limit, most, how in MERGING if rows <= limit and splits <= most), _SEPARATE)
+    return replace(how, release=RELEASE_FIRST if rows < TAIL_EARLY else RELEASE_NEVER) if tail else how

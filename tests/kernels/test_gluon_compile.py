@@ -41,9 +41,10 @@ BASE = {
     "STRIDE1": 512,
     "PAGED": False,
     "PAIRED": False,
+    "AHEAD": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
-PAGES = {"PAGED": True, "STRIDE0": 64, "STRIDE1": 64}
+PAGES = {"PAGED": True, "AHEAD": True, "STRIDE0": 64, "STRIDE1": 64}
 BYTES = {"kv0": "*u8", "kv1": "*u8"}
 # name: (epilogue, constants, pointer types)
 VARIANTS = {
@@ -61,7 +62,7 @@ VARIANTS = {
     "pages, partial, one pool": ("partial", {**PAGES, "HAS_SINK": False, "POOLS": 1}, BYTES),
     "pages of 64 and 2 rows, lengths": (
         "rope",
-        {**PAGES, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
+        {**PAGES, "AHEAD": False, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
         {**BYTES, "index0": "*i64", "index1": "*i64"},
     ),
     "quant, paired": ("quant", {"PAIRED": True}, QUANT),
