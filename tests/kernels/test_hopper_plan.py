@@ -214,7 +214,7 @@ def test_pages_that_are_decoded_first_are_not_cut(monkeypatch, aligned):
     if not aligned:
         monkeypatch.setattr("fusion_pass.kernels.triton.paged.decoded_chunks", lambda *args: ())
     launchers._launch_paged((torch.empty_like(q),), q, pages, m.integers(0, 20, (3, 9)), None, 0.05, 8, *[None] * 4, 1)
-    assert asked == [{"cut": aligned}]
+    assert asked == [{"cut": aligned, "pair": not aligned}]
 
 
 @pytest.mark.parametrize("count", [2, 5, 7, 18])
