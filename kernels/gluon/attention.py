@@ -19,6 +19,7 @@ from .gate import HEAD_DIM
 TILE = 64
 LOG2E = 1.4426950408889634
 KINDS = {"plain": 0, "rope": 1, "quant": 2, "partial": 3}
+DEPENDENT = True  # launched while the kernel before finishes, for whose end it waits first
 WAIT_FIRST, WAIT_LAST = 1, 2  # see attention_shared.py
 _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if mask_lists.WORKSPACE_BYTES allows
 
@@ -141,7 +142,8 @@ def _launch(
     release = tuning_data.RELEASE_FIRST
     if epilogue.kind == "partial":
         release = tuning_data.hopper_merging(tokens * heads, splits).release
-    parts = [(epilogue, 0, whole, splits, WAIT_FIRST if pdl else 0, release)]
+    wait = WAIT_FIRST if pdl or (DEPENDENT and epilogue.kind != "partial") else 0
+    parts = [(epilogue, 0, whole, splits, wait, release)]
     if tail is not None:
         shares, count = tail.out.shape[:2]
         merging = tuning_data.hopper_merging(count * heads, shares, tail=True)
