@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .discard import discard_partials
 from .epilogue import finish_rows, load_tables
 from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, supports_pdl
 from .merge import Epilogue
@@ -42,6 +43,7 @@ def _merge_rows_kernel(
     PARTIALS: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    DISCARD: tl.constexpr,  # 0, or the program's threads: nobody reads the partials afterwards
     D: tl.constexpr,
     HPG: tl.constexpr,
     HALF: tl.constexpr,
@@ -112,6 +114,8 @@ def _merge_rows_kernel(
         NATIVE,
         tables,
     )
+    if DISCARD > 0:
+        discard_partials(partials_ptr, tl.program_id(0) * ROWS, num_rows, 0, PARTIALS, ROWS, D, D, DISCARD)
 
 
 def merge_rows_into(
