@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..launching import at
 from ..tuning import attention as tuning_data
 from .gate import HEAD_DIM
 
@@ -62,7 +63,8 @@ def _row_stride(rows: Tensor) -> int:
 
 def _aligned_q(q: Tensor) -> Tensor:
     good = q.stride(-1) == 1 and all(s % 8 == 0 for s in q.stride()[:-1]) and q.data_ptr() % 16 == 0
-    return q if good else q.contiguous()
+    # a copy even of contiguous rows, which may start anywhere
+    return q if good else q.clone(memory_format=torch.contiguous_format)
 
 
 def _even_rows(indices: Tensor) -> Tensor:
@@ -164,7 +166,7 @@ def _launch(
     scales = epilogue.scales
     if scales is not None and packed:
         scales = scales.view(torch.int8)
-    attention_kernel[(min(sms, jobs),)](
+    at(attention_kernel, (min(sms, jobs),))(
         q,
         kv,
         kv if extra_kv is None else extra_kv,

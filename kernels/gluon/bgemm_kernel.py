@@ -20,8 +20,8 @@ instruction cache. BLOCKS blocks of K make one stage where tiles are small, so t
 
 For few tokens the product is a stream of weights, and memory is idle while the small kernel before it runs. Few
 registers let a CTA start beside that kernel's, and before it waits for it, it asks for the first PREFETCH bytes of its
-weight rows to be brought into the L2 cache. That reads nothing: whoever writes the weight until then writes to that same
-cache, and the loads proper come after the wait.
+weight rows to be brought into the L2 cache. That reads nothing: whoever writes the weight until then writes to that
+same cache, and the loads proper come after the wait.
 """
 
 from triton.experimental import gluon
@@ -178,7 +178,7 @@ def consumer(
 ):  # fmt: skip
     """Warpgroup WHICH of two: its share of every tile."""
     if PDL:
-        if PREFETCH > 0 and WHICH == 1:  # the second one: the first has the setup behind it, the producer the first copies
+        if PREFETCH > 0 and WHICH == 1:  # not in the producer, whose first copies are urgent
             row0 = gl.program_id(0) * tiles.WEIGHT_ROWS  # of the CTA's first tile, where the tokens are one tile
             prefetch_rows(weight, row0, tiles.K_BLOCKS * BLOCK, tiles.WEIGHT_ROWS, PREFETCH)
         gdc_wait()
@@ -287,9 +287,9 @@ def bgemm_kernel(
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr,
     PREFETCH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K], `weight`; scale_rows: of all token scales, flat; see `launch`.
+    """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K], `weight`; scale_rows: of all token scales, flat.
 
-    PREFETCH: bytes of each weight row, where there is one tile of tokens.
+    See `launch`. PREFETCH: bytes of each weight row, only where there is one tile of tokens.
     """
     if PDL:
         gdc_launch_dependents()

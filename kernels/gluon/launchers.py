@@ -24,7 +24,7 @@ PRIORITY = 10
 
 
 def _register(op, refuses, launch) -> None:
-    register_launcher(op, Launcher("gluon-sm90", refuses, launch, PRIORITY))
+    register_launcher(op, Launcher("gluon-sm90", refuses, launch, PRIORITY, replayable=True))
 
 
 def _table(table: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales) -> Epi
 
 
 def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None) -> None:
-    """Merge the partials of all splits and run `epilogue` there."""
+    """Merge the partials of all splits, which are lost then, and run `epilogue` there."""
     from ..triton import merge as merging
     from ..triton import merge_rows
     from ..triton.epilogue import quant_mode
@@ -51,7 +51,8 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     _, tokens, heads, dim = partials.shape
     if epilogue.kind == "plain":
         out = epilogue.out.view(tokens, heads, dim)
-        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, merging.decide(partials, None))
+        decision = merging.decide(partials, None)
+        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, last_use=True)
         return
     cos, sin = epilogue.cos, epilogue.sin
     assert cos is not None and sin is not None
@@ -63,12 +64,12 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     if tiling := tuning_data.merge_tiling(tokens * heads, partials.shape[0]):
         rows, num_warps = tiling
         merge_rows.merge_rows_into(
-            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True
+            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True, last_use=True
         )
         return
     decision = merging.decide(partials, None, epilogue=True)
     decision = replace(decision, pdl=True)
-    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after)
+    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, last_use=True)
 
 
 def _sm_count(device: torch.device) -> int:

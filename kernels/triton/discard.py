@@ -2,15 +2,27 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, disable-error-code="import-untyped"
 """Dropping what a kernel has read for the last time from the L2 cache, before it is written back to memory.
 
-The partials of split attention are written, read once by the merge, and dead. They lie in the L2 cache as modified lines,
-and whatever streams through the cache next, the product's weight in the chain, has to push them out to memory: up to
-8 MB, 2 us of an H200's memory bandwidth. ``discard.global.L2`` leaves a line's content undefined and spares that write.
+The partials of split attention are written, read once by the merge, and dead. They lie in the L2 cache as modified
+lines, and whatever streams through the cache next, the product's weight in the chain, has to push them out to memory:
+up to 8 MB, 2 us of an H200's memory bandwidth. ``discard.global.L2`` leaves a line's content undefined and spares that
+write.
 """
 
+import torch
 import triton
 import triton.language as tl
 
+from .interpreter import interpreted
+
 LINE_BYTES = 128
+
+
+def discarding(partials: torch.Tensor, num_warps: int) -> int:
+    """Threads of a program that may discard ``partials`` [P, T, H, D], contiguous; 0 where their rows are not whole
+    lines, or nothing has a cache to discard from. Slices of rows are powers of two of at least 64 channels."""
+    if interpreted() or partials.data_ptr() % LINE_BYTES or partials.shape[-1] * partials.element_size() % LINE_BYTES:
+        return 0
+    return 32 * num_warps
 
 
 @triton.jit

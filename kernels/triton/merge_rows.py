@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .discard import discard_partials
+from ..launching import at
+from .calling import keep_shared_memory
+from .discard import discard_partials, discarding
 from .epilogue import finish_rows, load_tables
 from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, supports_pdl
 from .merge import Epilogue
@@ -129,14 +131,16 @@ def merge_rows_into(
     rows: int,
     num_warps: int,
     pdl: bool,
+    last_use: bool = False,
 ) -> None:
     """Merge ``partials`` [P, T, H, D] with natural-log ``lse`` [P, T, H] into ``out`` [G, T, K] (codes as uint8 where
-    the epilogue quantises, with their ``scales``), ``rows`` rows per program. Arguments are not checked here."""
+    the epilogue quantises, with their ``scales``), ``rows`` rows per program. ``last_use``: as of ``merge_into``.
+    Arguments are not checked here."""
     count, tokens, heads, dim = partials.shape
     half, quant = epilogue.cos.shape[-1], epilogue.quant
     cos, sin = epilogue.cos.expand(tokens, half), epilogue.sin.expand(tokens, half)
     pdl = pdl and supports_pdl(partials.device)
-    _merge_rows_kernel[(math.ceil(tokens * heads / rows),)](
+    launched = at(_merge_rows_kernel, (math.ceil(tokens * heads / rows),))(
         partials,
         lse,
         lse if sink is None else sink,
@@ -153,6 +157,7 @@ def merge_rows_into(
         PARTIALS=count,
         ROWS=rows,
         HAS_SINK=sink is not None,
+        DISCARD=discarding(partials, num_warps) if last_use else 0,
         D=dim,
         HPG=heads // epilogue.groups,
         HALF=half,
@@ -163,3 +168,5 @@ def merge_rows_into(
         num_warps=num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )
+    if last_use:
+        keep_shared_memory(launched)
