@@ -9,6 +9,7 @@ Few tokens do not fill the GPU: their keys are split, and the merge kernel runs 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales) -> Epi
 
 
 def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None, token0: int) -> None:
-    """Merge the partials of all splits, of the tokens from `token0` on, and run `epilogue` there.
+    """Merge the partials of all splits, which are lost then, of the tokens from `token0` on, and run `epilogue` there.
 
     What it reads besides may be loaded before it waits for the attention, and is if it is there before that ends.
     """
@@ -53,10 +54,10 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
 
     splits, tokens, heads, dim = partials.shape
     how = tuning_data.hopper_merging(tokens * heads, splits, tail=token0 > 0)
-    ready = how.release != tuning_data.RELEASE_NEVER
+    more: dict[str, Any] = {"token0": token0, "ready": how.release != tuning_data.RELEASE_NEVER, "last_use": True}
     if epilogue.kind == "plain":
         out, decision = epilogue.out.view(-1, heads, dim), merging.decide(partials, None)
-        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, token0=token0, ready=ready)
+        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, **more)
         return
     cos, sin = epilogue.cos, epilogue.sin
     assert cos is not None and sin is not None
@@ -66,23 +67,11 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
     if how.tiling is not None:
         rows, num_warps = how.tiling
         merge_rows.merge_rows_into(
-            out,
-            epilogue.scales,
-            partials,
-            lse,
-            sink,
-            after,
-            rows=rows,
-            num_warps=num_warps,
-            pdl=True,
-            token0=token0,
-            ready=ready,
+            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True, **more
         )
         return
     decision = replace(merging.decide(partials, None, epilogue=True), pdl=True)
-    merging.merge_into(
-        out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, token0=token0, ready=ready
-    )
+    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, **more)
 
 
 def _sm_count(device: torch.device) -> int:

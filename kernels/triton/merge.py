@@ -17,6 +17,8 @@ import torch
 from ..launching import at
 from ..modes import current
 from ..reduction import KvSplitDecision, choose_kv_split, default_layout, for_blocks
+from .calling import keep_shared_memory
+from .discard import discarding
 from .epilogue import QUANT_NONE, quant_mode
 from .interpreter import device_of, e4m3_is_native, interpreted, supports_pdl
 from .merge_kernel import merge_kernel
@@ -106,14 +108,16 @@ def merge_into(
     *,
     token0: int = 0,
     ready: bool = False,
+    last_use: bool = False,
 ) -> None:
     """Merge ``partials`` [P, T, H, D] into ``out``, contiguous: [T, H, D], or [G, T, K] with an epilogue (codes
     viewed as uint8 when it quantises, with their ``scales``). ``stats`` [T, H, 2] fp32 or None. Arguments are not
     checked here.
 
     token0: the partials' first token in ``out`` and ``scales``, which may have more tokens than the partials. ready:
-    tables and sink were complete before the kernel that writes the partials started.
-    """
+    tables and sink were complete before the kernel that writes the partials started. last_use: nobody reads
+    ``partials`` afterwards, they are left undefined; and a kernel that takes a whole multiprocessor's shared memory,
+    like the grouped product, may start beside the merge."""
     num_partials, tokens, heads, dim = partials.shape
     if tokens == 0:
         return
@@ -133,7 +137,7 @@ def merge_into(
         raise ValueError(f"a tile of {width} channels cannot quantise blocks of {block}")
     unroll, count = batches(num_partials, decision)
     pdl = decision.pdl and supports_pdl(partials.device)
-    at(merge_kernel, (tokens * heads, dim // width))(
+    launched = at(merge_kernel, (tokens * heads, dim // width))(
         partials,
         lse_or_max,
         lse_or_max if sum is None else sum,
@@ -160,6 +164,7 @@ def merge_into(
         HAS_SUM=sum is not None,
         HAS_SINK=sink is not None,
         STATS=stats is not None,
+        DISCARD=discarding(partials, decision.num_warps) if last_use else 0,
         D=dim,
         HPG=heads // groups,
         HALF=half,
@@ -171,6 +176,8 @@ def merge_into(
         num_warps=decision.num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )
+    if last_use:
+        keep_shared_memory(launched)
 
 
 def refuses(partials: torch.Tensor, *tensors: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> str | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .discard import discard_partials
 from .epilogue import finish_rows, load_tables
 from .interpreter import load_fp32, pdl_release, pdl_wait
 
@@ -117,6 +118,7 @@ def merge_kernel(
     HAS_SUM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     STATS: tl.constexpr,
+    DISCARD: tl.constexpr,  # 0, or the program's threads: nobody reads the partials afterwards
     D: tl.constexpr,
     HPG: tl.constexpr,
     HALF: tl.constexpr,
@@ -242,3 +244,5 @@ def merge_kernel(
         NATIVE,
         tables,
     )
+    if DISCARD > 0:
+        discard_partials(partials_ptr, row, num_rows, d0, num_partials, 1, WIDTH, D, DISCARD)

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 from ..launching import at
+from .calling import keep_shared_memory
+from .discard import discard_partials, discarding
 from .epilogue import finish_rows, load_tables
 from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, supports_pdl
 from .merge import Epilogue
@@ -50,6 +52,7 @@ def _merge_rows_kernel(
     CERTAIN: tl.constexpr,  # so many of them always exist
     ROWS: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    DISCARD: tl.constexpr,  # 0, or the program's threads: nobody reads the partials afterwards
     D: tl.constexpr,
     HPG: tl.constexpr,
     HALF: tl.constexpr,
@@ -134,6 +137,8 @@ def _merge_rows_kernel(
         NATIVE,
         tables,
     )
+    if DISCARD > 0:
+        discard_partials(partials_ptr, tl.program_id(0) * ROWS, num_rows, 0, num_partials, ROWS, D, D, DISCARD)
 
 
 def merge_rows_into(
@@ -149,16 +154,17 @@ def merge_rows_into(
     pdl: bool,
     token0: int = 0,
     ready: bool = False,
+    last_use: bool = False,
 ) -> None:
     """Merge ``partials`` [P, T, H, D] with natural-log ``lse`` [P, T, H] into ``out`` [G, T, K] (codes as uint8 where
-    the epilogue quantises, with their ``scales``), ``rows`` rows per program. P is at most 18. token0, ready: as of
-    :func:`.merge.merge_into`. Arguments are not checked here."""
+    the epilogue quantises, with their ``scales``), ``rows`` rows per program. P is at most 18. token0, ready, last_use:
+    as of :func:`.merge.merge_into`. Arguments are not checked here."""
     count, tokens, heads, dim = partials.shape
     half, quant = epilogue.cos.shape[-1], epilogue.quant
     cos, sin = epilogue.cos, epilogue.sin
     slots = next(c for c in COUNTS if c >= count)
     pdl = pdl and supports_pdl(partials.device)
-    at(_merge_rows_kernel, (math.ceil(tokens * heads / rows),))(
+    launched = at(_merge_rows_kernel, (math.ceil(tokens * heads / rows),))(
         partials,
         lse,
         lse if sink is None else sink,
@@ -179,6 +185,7 @@ def merge_rows_into(
         CERTAIN=max((c for c in COUNTS if c < slots), default=slots - 1) + 1,
         ROWS=rows,
         HAS_SINK=sink is not None,
+        DISCARD=discarding(partials, num_warps) if last_use else 0,
         D=dim,
         HPG=heads // epilogue.groups,
         HALF=half,
@@ -190,3 +197,5 @@ def merge_rows_into(
         num_warps=num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )
+    if last_use:
+        keep_shared_memory(launched)
