@@ -23,7 +23,7 @@ from .. import launching
 from .launch_plans import Derived, Launch, Machine, Plan
 
 LAUNCHES = 8  # of a plan: calls with more take so long that their host time is hidden
-# Bytes of all workspaces of a plan, which are allocated at once where the launcher may free one before it takes the next.
+# Bytes of all workspaces of a plan: allocated at once, where the launcher may free one before it takes the next.
 WORKSPACE_BYTES = 128 << 20
 STEP = 512  # bytes between workspaces, as the caching allocator aligns them
 
