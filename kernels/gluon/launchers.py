@@ -46,7 +46,7 @@ def _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales) -> Epi
 def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None, token0: int) -> None:
     """Merge the partials of all splits, which are lost then, of the tokens from `token0` on, and run `epilogue` there.
 
-    What it reads besides may be loaded before it waits for the attention, and is if it is there before that ends.
+    What it reads besides was there before the attention started, and is loaded before it waits for that.
     """
     from ..triton import merge as merging
     from ..triton import merge_rows
@@ -54,7 +54,7 @@ def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | Non
 
     splits, tokens, heads, dim = partials.shape
     how = tuning_data.hopper_merging(tokens * heads, splits, tail=token0 > 0)
-    more: dict[str, Any] = {"token0": token0, "ready": how.release != tuning_data.RELEASE_NEVER, "last_use": True}
+    more: dict[str, Any] = {"token0": token0, "ready": True, "last_use": True}
     if epilogue.kind == "plain":
         out, decision = epilogue.out.view(-1, heads, dim), merging.decide(partials, None)
         merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, **more)
