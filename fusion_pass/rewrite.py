@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.traceback import NodeSource, NodeSourceAction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import validation
@@ -144,6 +145,7 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     if config.verify in ("first", "always"):
         pending.append(validation.reserve())
     twice = kept_alive(chain, facts)
+    sources = _sources(chain)
     with _recording(gm.graph) as new:
         outcome = replace_chain(chain, gm.graph, sizes, facts, config, validate if pending else None)
     if isinstance(outcome, Refused):
@@ -155,6 +157,7 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     stack = chain.anchors[0].node.meta.get("stack_trace")
     for node in new:
         node.meta.setdefault("stack_trace", stack)
+        node.meta.setdefault("from_node", list(sources))
         node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op, "chain": len(report.fused)})
     for anchor in chain.anchors:
         anchor.node.meta[PRODUCT] = True
@@ -176,6 +179,14 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
         report.notes.append(f"validated at run time ({config.verify}): the source's computation stays in the graph")
     log.debug("fused %s at %s into %s", chain.roles, where, outcome.op)
     return True
+
+
+def _sources(chain: Chain) -> list[NodeSource]:
+    """What the nodes that replace ``chain`` stand for, in the form in which torch follows nodes through its passes
+    (``meta["from_node"]``). Written down before the replacement, which erases some of them."""
+    products = [anchor.node for anchor in chain.anchors] if chain.weight is not None else []
+    nodes = dict.fromkeys([chain.rotation.source, chain.rotation.node, *products])
+    return [NodeSource(node, "fusion_pass", NodeSourceAction.REPLACE) for node in nodes]
 
 
 @contextlib.contextmanager
