@@ -19,7 +19,6 @@ from .gate import HEAD_DIM
 TILE = 64
 LOG2E = 1.4426950408889634
 KINDS = {"plain": 0, "rope": 1, "quant": 2, "partial": 3}
-DEPENDENT = True  # launched while the kernel before finishes, for whose end it waits first
 WAIT_FIRST, WAIT_LAST = 1, 2  # see attention_shared.py
 _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if mask_lists.WORKSPACE_BYTES allows
 
@@ -142,8 +141,7 @@ def _launch(
     release = tuning_data.RELEASE_FIRST
     if epilogue.kind == "partial":
         release = tuning_data.hopper_merging(tokens * heads, splits).release
-    wait = WAIT_FIRST if pdl or (DEPENDENT and epilogue.kind != "partial") else 0
-    parts = [(epilogue, 0, whole, splits, wait, release)]
+    parts = [(epilogue, 0, whole, splits, WAIT_FIRST if pdl else 0, release)]
     if tail is not None:
         shares, count = tail.out.shape[:2]
         merging = tuning_data.hopper_merging(count * heads, shares, tail=True)
@@ -218,8 +216,8 @@ def _launch(
             ROPE_SHARED=rope and cos.shape[0] != total,
             PAGED=paged,
             PAIRED=paired,
-            # what it needs is free: codes take half of the space of other outputs, shares have a CTA each
-            AHEAD=paged and (to.kind == "quant" or (partial and count * blocks * shares <= sms)),
+            # the space that it needs is free where codes are written, which take half of that of other outputs
+            AHEAD=paged and to.kind == "quant",
             num_warps=4,
             **({"launch_pdl": True} if wait else {}),
             **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
