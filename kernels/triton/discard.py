@@ -18,9 +18,9 @@ LINE_BYTES = 128
 
 
 def discarding(partials: torch.Tensor, num_warps: int) -> int:
-    """Threads of a program that may discard ``partials`` [P, T, H, D], contiguous; 0 where their rows are not whole
-    lines, or nothing has a cache to discard from. Slices of rows are powers of two of at least 64 channels."""
-    if interpreted() or partials.data_ptr() % LINE_BYTES or partials.shape[-1] * partials.element_size() % LINE_BYTES:
+    """Threads of a program that may discard ``partials`` [P, T, H, D]: an allocation of its own, which starts with a
+    line. 0 where rows are not whole lines, or where there is no cache. Slices of rows have 64 channels or more."""
+    if interpreted() or partials.shape[-1] * partials.element_size() % LINE_BYTES:
         return 0
     return 32 * num_warps
 

@@ -112,8 +112,8 @@ def merge_into(
     viewed as uint8 when it quantises, with their ``scales``). ``stats`` [T, H, 2] fp32 or None. Arguments are not
     checked here.
 
-    ``last_use``: nobody reads ``partials`` afterwards, they are left undefined; and a kernel that takes a whole
-    multiprocessor's shared memory, like the grouped product, may start beside the merge."""
+    ``last_use``: nobody reads ``partials``, an allocation of its own, afterwards: they are left undefined; and a
+    kernel that takes a whole multiprocessor's shared memory, like the grouped product, may start beside the merge."""
     num_partials, tokens, heads, dim = partials.shape
     if tokens == 0:
         return
