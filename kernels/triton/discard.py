@@ -18,11 +18,11 @@ LINE_BYTES = 128
 
 
 def discarding(partials: torch.Tensor, num_warps: int) -> int:
-    """Threads of a program that may discard ``partials`` [P, T, H, D], contiguous; 0 where their rows are not whole
-    lines, or nothing has a cache to discard from. Slices of rows are powers of two of at least 64 channels."""
-    whole_lines = partials.shape[-1] * partials.element_size() % LINE_BYTES == 0
-    aligned = not partials.is_cuda or partials.data_ptr() % LINE_BYTES == 0  # elsewhere nothing runs, only compiles
-    return 32 * num_warps if whole_lines and aligned and not interpreted() else 0
+    """Threads of a program that may discard ``partials`` [P, T, H, D]: an allocation of its own, which starts with a
+    line. 0 where rows are not whole lines, or where there is no cache. Slices of rows have 64 channels or more."""
+    if interpreted() or partials.shape[-1] * partials.element_size() % LINE_BYTES:
+        return 0
+    return 32 * num_warps
 
 
 @triton.jit

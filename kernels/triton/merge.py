@@ -116,8 +116,8 @@ def merge_into(
 
     token0: the partials' first token in ``out`` and ``scales``, which may have more tokens than the partials. ready:
     tables and sink were complete before the kernel that writes the partials started. last_use: nobody reads
-    ``partials`` afterwards, they are left undefined; and a kernel that takes a whole multiprocessor's shared memory,
-    like the grouped product, may start beside the merge."""
+    ``partials``, an allocation of its own, afterwards: they are left undefined; and a kernel that takes a whole
+    multiprocessor's shared memory, like the grouped product, may start beside the merge."""
     num_partials, tokens, heads, dim = partials.shape
     if tokens == 0:
         return

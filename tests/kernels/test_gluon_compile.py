@@ -76,8 +76,12 @@ VARIANTS = {
 }
 # name: (form, constants)
 BGEMM_VARIANTS = {
-    "bgemm, 16 tokens": (Form(16, 128, 5, 2, swap=True), {}),
-    "bgemm, 32 tokens": (Form(32, 128, 5, 2, swap=True), {}),
+    "bgemm, 16 tokens": (Form(16, 128, 5, 2, swap=True, prefetch=512), {}),
+    "bgemm, 16 tokens, exponent scales": (
+        Form(16, 128, 5, 2, swap=True, prefetch=512),
+        {"PACKED_X": True, "BYTES_W": True},
+    ),
+    "bgemm, 32 tokens": (Form(32, 128, 5, 2, swap=True, prefetch=512), {}),
     "bgemm, 64 tokens": (Form(64, 128, 4, 2), {}),
     "bgemm, 64 tokens, 64 rows": (Form(64, 64, 5, 2), {}),
     "bgemm, 256 tokens": (Form(256, 128, 4, 1), {}),
@@ -126,7 +130,8 @@ def bgemm_source(name: str):
         "PACKED_X": False,
         "BYTES_W": False,
         "PDL": True,
-        **bgemm.TUNING,
+        "PREFETCH": form.prefetch,
+        **(bgemm.SWAP_TUNING if form.swap else bgemm.TUNING),
         **changed,
     }
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -136,6 +141,7 @@ def bgemm_source(name: str):
         "x_rows": f"tensordesc<fp8e4nv[{form.tokens}, 128],{layout!r}>",
         "w_rows": f"tensordesc<fp8e4nv[{form.weight_rows}, 128],{layout!r}>",
         "scale_rows": f"tensordesc<{scale_type}[{max(form.tokens, 32)}],{flat!r}>",
+        "weight": "*fp8e4nv",
         "w_scales": "*u8" if constants["BYTES_W"] else "*fp32",
         "out": "*bf16",
         "tiles_count": "i32",
@@ -160,6 +166,7 @@ def compile_variant(name: str) -> dict:
 
     kernel, types, constants = (bgemm_source if name in BGEMM_VARIANTS else attention_source)(name)
     names = kernel.arg_names
+    options = {"num_warps": 4} | {n: constants.pop(n) for n in ("maxnreg",) if n in constants}
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     source = GluonASTSource(
         fn=kernel,
@@ -167,7 +174,7 @@ def compile_variant(name: str) -> dict:
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -207,6 +214,9 @@ def test_compiles_without_spills_or_serialised_wgmma(name):
     assert result["shared"] <= SHARED_LIMIT
     assert not re.search(r"C75\d\d", result["log"]), result["log"]
     assert "serializ" not in result["log"].lower(), result["log"]
+    if name.startswith(("bgemm, 16", "bgemm, 32")):
+        # of 168 that 384 threads may have: the kernel before keeps the rest while this one starts beside it
+        assert int(re.search(r"Used (\d+) registers", result["log"])[1]) <= 80
     loops = inner_loops(result["sass"])
     assert len(loops) >= 2, "the consumers' loops were not found in the machine code"
     for body in loops:
