@@ -62,6 +62,8 @@ _GATED: tuple[tuple[str, str], ...] = (
     (r"training graph|autograd", "Call the model under torch.no_grad() or torch.inference_mode()."),
     (r"switched off", "Remove the rule from disable_rules or FUSION_PASS_DISABLE_RULES."),
     (r"float64|dtype", "Run the layer in bf16, fp16 or fp32."),
+    (r"scale of zero",
+     "Clamp the block maximum from below before it is divided by 448 (1e-4, 1e-10 and 1e-12 are usual)."),
     (r"multiple of", "Choose a quantisation block that divides the head dimension."),
 )
 

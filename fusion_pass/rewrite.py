@@ -100,7 +100,7 @@ def _replace_all(findings: Findings, gm: fx.GraphModule, context: Context, decla
             refusal = Refused(
                 "bgemm", f"{mutation.name} changes an intermediate value in place: functionalise the graph "
                 "first (torch.func.functionalize, or make_fx under it)", mutation)
-            report.near_misses.append(_near_miss(refusal))
+            report.near_misses.append(_near_miss(refusal, source_line(chain.anchors[0].node)))
             continue
         if _handle(chain, gm, context.sizes[0], facts, config, report):
             changed = True
@@ -132,7 +132,7 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     """Gate and replace one chain; True when the graph changed."""
     where = source_line(chain.anchors[0].node)
     if chain.attention_refused is not None and not chain.attention_refused.silent:
-        report.near_misses.append(_near_miss(chain.attention_refused))
+        report.near_misses.append(_near_miss(chain.attention_refused, where))
     decision = compile_time_gate(chain, config)
     if not decision.fuse:
         report.gated.append(GatedChain(roles=chain.roles, gate=decision.reason, where=where))
@@ -152,7 +152,7 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
         for node in reversed(new):
             if not node.users:
                 gm.graph.erase_node(node)
-        report.near_misses.append(_near_miss(outcome))
+        report.near_misses.append(_near_miss(outcome, where))
         return False
     stack = chain.anchors[0].node.meta.get("stack_trace")
     for node in new:
@@ -207,8 +207,9 @@ def _recording(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         del graph.create_node
 
 
-def _near_miss(refused: Refused) -> NearMiss:
-    return NearMiss(role=refused.role, reason=refused.reason, where=source_line(refused.node))
+def _near_miss(refused: Refused, chain: str = "") -> NearMiss:
+    """``chain``: the line of the chain's product, for a place in the graph that has none (its output, an input)."""
+    return NearMiss(role=refused.role, reason=refused.reason, where=source_line(refused.node) or chain)
 
 
 @contextlib.contextmanager

@@ -121,6 +121,25 @@ def test_python_compiles():
         compile(text, page, "exec")
 
 
+def test_the_transformers_snippet_runs(tmp_path, capsys):
+    """As it stands in the README, on a CPU and without Inductor, from a checkpoint with random weights."""
+    pytest.importorskip("transformers", minversion="5.8")
+    import fusion_pass
+    from fusion_pass.models import random_deepseek_v4
+
+    (snippet,) = [text for _, text in blocks("python") if "AutoModelForCausalLM" in text]
+    quick = 'backend="fusion_pass", options={"inner": "eager"})'
+    for words, here in (('"cuda"', '"cpu"'), ('backend="fusion_pass")', quick)):
+        assert words in snippet
+        snippet = snippet.replace(words, here)
+    random_deepseek_v4("tiny", layer_types=["compressed_sparse_attention"]).save_pretrained(tmp_path)
+    before, names = len(fusion_pass.reports()), {"checkpoint": str(tmp_path)}
+    exec(compile(snippet, "README.md", "exec"), names)
+    made = fusion_pass.reports()[before:]
+    assert names["tokens"].shape == (1, 26) and "fused      fmha" in capsys.readouterr().out
+    assert len(made) >= 3 and all(len(report.fused) == 1 and not report.near_misses for report in made), made
+
+
 def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
