@@ -27,6 +27,15 @@ class Modes:
 
 
 OFF = Modes()
+_all = {(invariant, check): Modes(invariant, check) for invariant in (False, True) for check in (False, True)}
+_all[False, False] = OFF
+
+
+def modes_of(batch_invariant: bool = False, check_inputs: bool = False) -> Modes:
+    """The one instance with these modes (making one per call takes as long as choosing a kernel)."""
+    return _all[batch_invariant, check_inputs]
+
+
 _current: ContextVar[Modes] = ContextVar("fusion_pass_modes", default=OFF)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..launching import at
 from ..tuning import attention as tuning_data
 from .attention_lists import Lists, two_lists
 from .gate import HEAD_DIM
@@ -65,7 +66,8 @@ def _row_stride(rows: Tensor) -> int:
 
 def _aligned_q(q: Tensor) -> Tensor:
     good = q.stride(-1) == 1 and all(s % 8 == 0 for s in q.stride()[:-1]) and q.data_ptr() % 16 == 0
-    return q if good else q.contiguous()
+    # a copy even of contiguous rows, which may start anywhere
+    return q if good else q.clone(memory_format=torch.contiguous_format)
 
 
 def plan(tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True) -> tuning_data.Plan:
@@ -132,7 +134,7 @@ def _launch(
         cos = to.cos if to.cos is not None else out
         if scales is not None and packed:
             scales = scales.view(torch.int8)
-        attention_kernel[(min(sms, count * blocks * shares),)](
+        at(attention_kernel, (min(sms, count * blocks * shares),))(
             q,
             kv,
             kv if extra_kv is None else extra_kv,

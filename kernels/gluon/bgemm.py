@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..launching import at
 from ..modes import current
 from ..tuning.bgemm import Form, hopper_form
 from .gate import hopper_reason
@@ -101,9 +102,9 @@ def launch(
         out_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         to = TensorDescriptor.from_tensor(out.view(tokens, groups * rows), [64, 64], out_layout)
         unroll = 8 if width % 1024 == 0 else 4
-        overlapped_bgemm_kernel[grid](*arguments, to, *sizes, UNROLL=unroll, **options)
+        at(overlapped_bgemm_kernel, grid)(*arguments, to, *sizes, UNROLL=unroll, **options)
         return
-    bgemm_kernel[grid](
+    at(bgemm_kernel, grid)(
         *arguments,
         out,
         *sizes,

@@ -24,7 +24,7 @@ PRIORITY = 10
 
 
 def _register(op, refuses, launch) -> None:
-    register_launcher(op, Launcher("gluon-sm90", refuses, launch, PRIORITY))
+    register_launcher(op, Launcher("gluon-sm90", refuses, launch, PRIORITY, replayable=True))
 
 
 def _table(table: Tensor) -> Tensor:

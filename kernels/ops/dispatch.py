@@ -28,12 +28,17 @@ class Launcher:
     ``refuses(*args)`` returns None if it can run these arguments, else the reason why not (for reports).
     ``launch(outs, *args)`` writes every element of the contiguous tensors ``outs``, padding included; it is not called
     when the first output is empty. Arguments are complete and validated. Higher ``priority`` is asked first.
+
+    ``replayable``: all kernels that ``launch`` launches go through :mod:`fusion_pass.kernels.launching`, and everything
+    it gives them but addresses follows from the call's signature (:mod:`.decisions`), never from tensor contents or
+    state that changes. Then later calls may repeat the launches without it.
     """
 
     name: str
     refuses: Callable[..., str | None]
     launch: Callable[..., None]
     priority: int = 0
+    replayable: bool = False
 
 
 _launchers: dict[str, list[Launcher]] = {}

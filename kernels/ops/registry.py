@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: allow-untyped-calls
 """Turns an :class:`OpSpec` into a registered PyTorch op: schema, fake, default implementation and out-variant.
 
-One Python implementation serves every device (dispatch key CompositeExplicitAutograd): it validates, asks
-:mod:`.dispatch` for a kernel, and falls back to the pure-torch reference. Definitions are kept alive by
+One Python implementation (:mod:`.calls`) serves every device (dispatch key CompositeExplicitAutograd): it validates,
+asks :mod:`.dispatch` for a kernel, and falls back to the pure-torch reference. Definitions are kept alive by
 ``torch.library`` itself, and a name that is already defined is left alone, so importing this package again (under its
 second name from a source checkout, or after a reload) is harmless.
 """
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..modes import OFF, Modes, current, using
-from . import decisions, dispatch
+from ..modes import Modes, current, modes_of
+from . import calls
 from .checks import check_out
 
 NAMESPACE = "fusion_pass"
@@ -51,9 +52,14 @@ class OpSpec:
         return f"{self.arguments}, *, {named}" if named else self.arguments
 
     def take_modes(self, kwargs: dict[str, Any]) -> Modes:
-        """Remove the modes from ``kwargs`` and return them."""
+        """Remove the modes from ``kwargs`` and return them; those of the surrounding call where none is on."""
         given = {name: kwargs.pop(name) for name in self.modes if name in kwargs}
-        return Modes(**given) if any(given.values()) else OFF
+        return modes_of(**given) if any(given.values()) else current()
+
+    @cached_property
+    def into(self) -> str:
+        """Name of the out-variant."""
+        return f"{self.name}.out"
 
     @cached_property
     def signature(self) -> inspect.Signature:
@@ -80,73 +86,19 @@ class OpSpec:
 
 
 SPECS: dict[str, OpSpec] = {}
+_fragments: list[torch.library.Library] = []  # a library's registrations go with it
 
 
-def _unpack(outs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    return outs[0] if len(outs) == 1 else outs
-
-
-def _run(spec: OpSpec, args: tuple[Any, ...], how: Modes) -> Any:
-    if how is OFF:
-        return _compute(spec, args)
-    with using(how):
-        return _compute(spec, args)
-
-
-def _run_out(spec: OpSpec, args: tuple[Any, ...], outs: tuple[Tensor, ...], how: Modes) -> None:
-    with using(how):
-        _compute_into(spec, args, outs)
-
-
-def _decide(spec: OpSpec, args: tuple[Any, ...]) -> dispatch.Launcher | None:
-    """Validate the arguments and choose their kernel (None: the reference); remembered per signature."""
-    key = decisions.signature(spec.name, args)
-    known, launcher = decisions.recall(key)
-    if not known:
-        spec.check(*args)
-        launcher = dispatch.select(spec.name, args)
-        decisions.remember(key, launcher)
-    if spec.check_values is not None and current().check_inputs:
-        spec.check_values(*args)
-    return launcher
-
-
-def _compute(spec: OpSpec, args: tuple[Any, ...]) -> Any:
-    launcher = _decide(spec, args)
-    if launcher is None:
-        return spec.reference(*args)
-    outs = spec.empty(*args)
-    if outs[0].numel():
-        dispatch.launch(launcher, outs, args)
-    return _unpack(outs)
-
-
-def _compute_into(spec: OpSpec, args: tuple[Any, ...], outs: tuple[Tensor, ...]) -> None:
-    launcher = _decide(spec, args)
-    expected = spec.empty(*(_meta(a) for a in args))
-    for name, out, like in zip(spec.outputs, outs, expected):
-        check_out(spec.name, name, out, like)
-    if launcher is not None and all(out.is_contiguous() for out in outs):
-        if outs[0].numel():
-            dispatch.launch(launcher, outs, args)
+def _register_autograd(name: str, impl: Callable[..., Any]) -> None:
+    try:
+        kernel = calls.autograd_kernel(getattr(getattr(torch.ops, NAMESPACE), name).default, impl)
+    except AttributeError:  # a torch that names its dispatch keys in another way
+        qualname = f"{NAMESPACE}::{name}"
+        torch.library.register_autograd(qualname, lambda ctx, *grads: calls.refuse_backward(qualname))
         return
-    result = _compute(spec, args)
-    for out, value in zip(outs, result if len(outs) > 1 else (result,)):
-        out.copy_(value)
-
-
-def _meta(value: Any) -> Any:
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def _refuse_backward(name: str) -> Callable[..., None]:
-    def backward(ctx: Any, *grads: Any) -> None:
-        raise NotImplementedError(
-            f"fusion_pass::{name} has no backward: it is an inference op. Run under torch.no_grad(), or keep this "
-            f"graph unfused (the pass does so for graphs that need gradients)."
-        )
-
-    return backward
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    _fragments.append(library)
+    library.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def register(spec: OpSpec) -> OpSpec:
@@ -160,18 +112,18 @@ def register(spec: OpSpec) -> OpSpec:
     torch.library.define(qualname, f"({spec.schema_arguments}) -> {result}", tags=tags)
 
     def default(*args: Any, **kwargs: Any) -> Any:
-        how = spec.take_modes(kwargs)
-        return _run(spec, spec.complete(args, kwargs), how)
+        how = spec.take_modes(kwargs) if kwargs else current()
+        return calls.compute(spec, spec.complete(args, kwargs), how)
 
     def fake(*args: Any, **kwargs: Any) -> Any:
         spec.take_modes(kwargs)
         args = spec.complete(args, kwargs)
         spec.check(*args)
-        return _unpack(spec.empty(*args))
+        return calls.unpack(spec.empty(*args))
 
     torch.library.impl(qualname, "default", default)
     torch.library.register_fake(qualname, fake)
-    torch.library.register_autograd(qualname, _refuse_backward(spec.name))
+    _register_autograd(spec.name, default)
 
     outs = ", ".join(f"Tensor({'abc'[i]}!) {name}" for i, name in enumerate(spec.outputs))
     # Without torch.Tag.out, by which Inductor of torch 2.13 would call the out-variant itself: it then passes all
@@ -187,9 +139,9 @@ def register(spec: OpSpec) -> OpSpec:
 
     def into(*args: Any, **kwargs: Any) -> Any:
         given = tuple(kwargs.pop(name) for name in spec.outputs)
-        how = spec.take_modes(kwargs)
-        _run_out(spec, spec.complete(args, kwargs), given, how)
-        return _unpack(given)
+        how = spec.take_modes(kwargs) if kwargs else current()
+        calls.compute_into(spec, spec.complete(args, kwargs), given, how)
+        return calls.unpack(given)
 
     def fake_into(*args: Any, **kwargs: Any) -> Any:
         given = tuple(kwargs.pop(name) for name in spec.outputs)
@@ -198,7 +150,7 @@ def register(spec: OpSpec) -> OpSpec:
         spec.check(*args)
         for name, out, like in zip(spec.outputs, given, spec.empty(*args)):
             check_out(spec.name, name, out, like)
-        return _unpack(given)
+        return calls.unpack(given)
 
     torch.library.impl(f"{qualname}.out", "default", into)
     torch.library.register_fake(f"{qualname}.out", fake_into)

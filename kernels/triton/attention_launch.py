@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..launching import at
 from ..modes import current
 from ..tuning import attention as tuning
 from .attention import LOG2E, attention_kernel
@@ -152,7 +153,7 @@ def launch(
         quant, block, floor = rope.quant, rope.block, rope.floor
         cos, sin = rope.cos.expand(batch, -1, -1), rope.sin.expand(batch, -1, -1)
         tables = (cos, *cos.stride(), sin, *sin.stride())
-    attention_kernel[(tokens, triton.cdiv(heads, tile.block_h), splits or 1)](
+    at(attention_kernel, (tokens, triton.cdiv(heads, tile.block_h), splits or 1))(
         q,
         *q.stride()[:3],
         kv,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launching import at
 from ..modes import current
 from ..tuning import bgemm as tuning
 from .interpreter import cast_fp32, decode_e4m3, device_of, e4m3_is_native, round_to
@@ -241,7 +242,7 @@ def fp8_bgemm(
             TensorDescriptor.from_tensor(codes.view(groups * tokens, k), [tile.block_t, block_k]),
         )
     grid = (triton.cdiv(rows, tile.block_r) * triton.cdiv(tokens, tile.block_t), groups)
-    bgemm_kernel[grid](
+    at(bgemm_kernel, grid)(
         *descriptors,
         codes,
         *codes.stride()[:2],

@@ -14,7 +14,7 @@ from .attention_launch import Keys, Rope, rope_quant
 
 
 def _register(op, refuses, launch) -> None:
-    register_launcher(op, Launcher("triton", refuses, launch))
+    register_launcher(op, Launcher("triton", refuses, launch, replayable=True))
 
 
 # Dense attention: q [B, S, H, D], kv [B or 1, N, D].

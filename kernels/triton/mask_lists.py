@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launching import at
 from .interpreter import interpreted, load_fp32
 
 WORKSPACE_BYTES = 64 << 20  # of the lists of one pass
@@ -127,7 +128,7 @@ def visible_key_lists(
     boolean = mask.dtype == torch.bool
     batches, queries, keys = mask.shape
     view = mask.view(torch.uint8) if boolean else mask
-    list_visible_keys[(tokens,)](
+    at(list_visible_keys, (tokens,))(
         view,
         0 if batches == 1 else view.stride(0),
         view.stride(1),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..launching import at
 from ..modes import current
 from ..reduction import KvSplitDecision, choose_kv_split, default_layout, for_blocks
 from .epilogue import QUANT_NONE, quant_mode
@@ -132,7 +133,7 @@ def merge_into(
         raise ValueError(f"a tile of {width} channels cannot quantise blocks of {block}")
     unroll, count = batches(num_partials, decision)
     pdl = decision.pdl and supports_pdl(partials.device)
-    merge_kernel[(tokens * heads, dim // width)](
+    at(merge_kernel, (tokens * heads, dim // width))(
         partials,
         lse_or_max,
         lse_or_max if sum is None else sum,

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launching import at
 from .epilogue import finish_rows, load_tables
 from .interpreter import e4m3_is_native, load_fp32, pdl_release, pdl_wait, supports_pdl
 from .merge import Epilogue
@@ -157,7 +158,7 @@ def merge_rows_into(
     cos, sin = epilogue.cos, epilogue.sin
     slots = next(c for c in COUNTS if c >= count)
     pdl = pdl and supports_pdl(partials.device)
-    _merge_rows_kernel[(math.ceil(tokens * heads / rows),)](
+    at(_merge_rows_kernel, (math.ceil(tokens * heads / rows),))(
         partials,
         lse,
         lse if sink is None else sink,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launching import at
 from ..reference.paged import HEAD_DIM, VALUE_BYTES, page_bytes
 from .interpreter import cast_fp32, decode_e4m3, e4m3_is_native, load_fp32
 
@@ -171,7 +172,7 @@ def decoded_chunks(
     for token0 in range(0, total, chunk):
         tokens = min(chunk, total - token0)
         if width:
-            _decode_kernel[(tokens, blocks0 + blocks1)](
+            at(_decode_kernel, (tokens, blocks0 + blocks1))(
                 data,
                 data1,
                 indices,

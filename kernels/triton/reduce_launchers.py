@@ -94,4 +94,4 @@ for _op, _refuses, _launch in (
     ("merge_partials_rope", _refuses_merge_rope, _launch_merge_rope),
     ("merge_partials_rope_quant", _refuses_merge_rope_quant, _launch_merge_rope_quant),
 ):
-    register_launcher(_op, Launcher("triton", _refuses, _launch))
+    register_launcher(_op, Launcher("triton", _refuses, _launch, replayable=True))

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launching import at
 from .epilogue import QUANT_NONE, QUANT_PACKED, finish_rows, quant_mode
 from .interpreter import INTERPRET, e4m3_is_native, load_fp32, pdl_wait, supports_pdl
 
@@ -117,7 +118,7 @@ def _launch(o, cos, sin, groups, out, scales, block, quant, floor, tile=None, pd
     # The launch's latency then passes while the kernel before drains. Its memory is touched behind the wait only.
     pdl = supports_pdl(o.device) and (num_tokens * heads <= PDL_MAX_ROWS if pdl is None else pdl)
     grid = (heads, dim // width, triton.cdiv(num_tokens, tokens))
-    _rope_quant_kernel[grid](
+    at(_rope_quant_kernel, grid)(
         o,
         cos,
         sin,

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way to launch a Triton or Gluon kernel of ours, so that launches can be observed.
+
+``at(kernel, grid)(*arguments, **options)`` is ``kernel[grid](*arguments, **options)``. While an observer is set in this
+thread, it is told of each launch: that is how :mod:`.ops.recording` learns what a launcher launches. A launch that went
+past it would be missing from the recorded plan, hence no other module may subscript a kernel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+# (kernel, what the launch returned, grid, arguments, options)
+Observer = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
+_observer: ContextVar[Observer | None] = ContextVar("fusion_pass_launch_observer", default=None)
+
+
+def at(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """What launches ``kernel`` over ``grid``."""
+    observer = _observer.get()
+    launch: Callable[..., Any] = kernel[grid]
+    if observer is None:
+        return launch
+
+    def observed(*args: Any, **options: Any) -> Any:
+        result = launch(*args, **options)
+        observer(kernel, result, grid, args, options)
+        return result
+
+    return observed
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell ``observer`` of every launch of this thread while the body runs."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
