@@ -74,7 +74,9 @@ def paged_pools(m, tokens, heads, sizes, paddings, count=40):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "paddings"), [((64, 64), (64, 0)), ((64, 2), (64, 48)), ((64, 8), (64, 40))], ids=str
+    ("sizes", "paddings"),
+    [((64, 64), (64, 0)), ((64, 2), (64, 48)), ((64, 8), (64, 40))],
+    ids=["pages_of_64", "pages_of_64_and_2", "not_aligned"],
 )
 @pytest.mark.parametrize("heads", [128, 64])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 33, 66, 140, 300])
