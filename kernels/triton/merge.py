@@ -31,9 +31,9 @@ _STEP_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the merge: inverse RoPE with ``cos``, ``sin`` [T, half], regrouped into ``groups``; with ``quant``
-    (a QUANT constant) E4M3 codes per ``block`` channels instead of rows. ``floor``: lower bound of the absolute
-    maximum."""
+    """What follows the merge: inverse RoPE with ``cos``, ``sin`` [rows, half], regrouped into ``groups``; with
+    ``quant`` (a QUANT constant) E4M3 codes per ``block`` channels instead of rows. ``floor``: lower bound of the
+    absolute maximum. Token t of the outputs uses row t % rows of the tables."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -106,27 +106,31 @@ def merge_into(
     decision: KvSplitDecision,
     epilogue: Epilogue | None = None,
     *,
+    token0: int = 0,
+    ready: bool = False,
     last_use: bool = False,
 ) -> None:
     """Merge ``partials`` [P, T, H, D] into ``out``, contiguous: [T, H, D], or [G, T, K] with an epilogue (codes
     viewed as uint8 when it quantises, with their ``scales``). ``stats`` [T, H, 2] fp32 or None. Arguments are not
     checked here.
 
-    ``last_use``: nobody reads ``partials``, an allocation of its own, afterwards: they are left undefined; and a
-    kernel that takes a whole multiprocessor's shared memory, like the grouped product, may start beside the merge."""
+    token0: the partials' first token in ``out`` and ``scales``, which may have more tokens than the partials. ready:
+    tables and sink were complete before the kernel that writes the partials started. last_use: nobody reads
+    ``partials``, an allocation of its own, afterwards: they are left undefined; and a kernel that takes a whole
+    multiprocessor's shared memory, like the grouped product, may start beside the merge."""
     num_partials, tokens, heads, dim = partials.shape
     if tokens == 0:
         return
     partials, lse_or_max = partials.contiguous(), lse_or_max.contiguous()
     sum = None if sum is None else sum.contiguous()
     sink = None if sink is None else sink.contiguous()
-    half, quant, block, floor, groups = 0, int(QUANT_NONE.value), 1, 1.0, 1
+    half, quant, block, floor, groups, total, period = 0, int(QUANT_NONE.value), 1, 1.0, 1, tokens, 1
     cos = sin = lse_or_max  # not read without an epilogue
     strides: tuple[int, ...] = (0, 1, 0, 1)
     if epilogue is not None:
         half, groups = epilogue.cos.shape[-1], epilogue.groups
         quant, block, floor = epilogue.quant, epilogue.block, epilogue.floor
-        cos, sin = epilogue.cos.expand(tokens, half), epilogue.sin.expand(tokens, half)
+        cos, sin, total, period = epilogue.cos, epilogue.sin, out.shape[1], epilogue.cos.shape[0]
         strides = (*cos.stride(), *sin.stride())
     kv_split, width = decision.kv_split, decision.width
     if quant and width < block:
@@ -146,6 +150,9 @@ def merge_into(
         num_partials,
         tokens,
         heads,
+        token0,
+        total,
+        period,
         *strides,
         stat_scale * math.log2(math.e),
         1.0 / stat_scale,
@@ -164,6 +171,7 @@ def merge_into(
         BLOCK=block,
         QUANT=quant,
         NATIVE=e4m3_is_native(partials.device),
+        READY=ready,
         PDL=pdl,
         num_warps=decision.num_warps,
         **({"launch_pdl": True} if pdl else {}),

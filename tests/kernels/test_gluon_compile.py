@@ -20,7 +20,7 @@ from fusion_pass.kernels.tuning.bgemm import Form
 SHARED_LIMIT = 232_448  # bytes a CTA can have on sm_90
 ROOT = Path(__file__).resolve().parents[2]
 POINTERS = {"index0": "*i32", "index1": "*i32", "length0": "*i32", "length1": "*i32", "lse": "*fp32", "sink": "*fp32"}
-POINTERS |= {"share_lse": "*fp32", "flags": "*i32"}
+POINTERS |= {"share_lse": "*fp32", "flags": "*i64"}
 BASE = {
     "HEADS": 128,
     "PER_GROUP": 8,
@@ -35,15 +35,16 @@ BASE = {
     "BLOCK": 128,
     "POWER_OF_TWO": True,
     "PACKED": False,
-    "MERGE": False,
     "BATCHED": False,
     "ROPE_SHARED": False,
     "STRIDE0": 512,
     "STRIDE1": 512,
     "PAGED": False,
+    "PAIRED": False,
+    "AHEAD": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
-PAGES = {"PAGED": True, "STRIDE0": 64, "STRIDE1": 64}
+PAGES = {"PAGED": True, "AHEAD": True, "STRIDE0": 64, "STRIDE1": 64}
 BYTES = {"kv0": "*u8", "kv1": "*u8"}
 # name: (epilogue, constants, pointer types)
 VARIANTS = {
@@ -56,15 +57,20 @@ VARIANTS = {
     "quant, 16 heads, lengths": ("quant", {"HEADS": 16, "HAS_LENGTH0": True, "HAS_LENGTH1": True}, QUANT),
     "partial, fp32": ("partial", {"HAS_SINK": False}, {"out": "*fp32"}),
     "partial, bf16": ("partial", {"HAS_SINK": False}, {}),
-    "quant, merged": ("quant", {"MERGE": True}, QUANT),
-    "plain, merged": ("plain", {"MERGE": True}, {}),
     "dense mask": ("rope", {"POOLS": 1, "HAS_LENGTH0": True, "HAS_BIAS": True, "HEADS": 64}, {}),
     "pages, quant": ("quant", PAGES, {**QUANT, **BYTES}),
     "pages, partial, one pool": ("partial", {**PAGES, "HAS_SINK": False, "POOLS": 1}, BYTES),
     "pages of 64 and 2 rows, lengths": (
         "rope",
-        {**PAGES, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
+        {**PAGES, "AHEAD": False, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
         {**BYTES, "index0": "*i64", "index1": "*i64"},
+    ),
+    "quant, paired": ("quant", {"PAIRED": True}, QUANT),
+    "plain, paired": ("plain", {"PAIRED": True, "HEADS": 64}, {}),
+    "dense mask, packed, paired": (
+        "quant",
+        {"PAIRED": True, "POOLS": 1, "HAS_BIAS": True, "PACKED": True},
+        {"out": "*fp8e4nv", "scales": "*i8"},
     ),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
@@ -86,7 +92,7 @@ BGEMM_VARIANTS = {
     ),
     "bgemm, exponent scales": (Form(256, 128, 4, 1), {"PACKED_X": True, "BYTES_W": True}),
 }
-FAST = ("quant", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
+FAST = ("quant", "quant, paired", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
 
 
 def attention_source(name: str):
@@ -215,9 +221,9 @@ def test_compiles_without_spills_or_serialised_wgmma(name):
     assert len(loops) >= 2, "the consumers' loops were not found in the machine code"
     for body in loops:
         spills = [text for text in body if re.search(r"\b(LDL|STL)", text)]
-        # a producer may keep some words of a job in local memory, the consumers nothing, or one word where a second
+        # a producer may keep some words of a job in local memory, the consumers nothing, or two words where a second
         # producer leaves them fewer registers
-        allowed = int("pages" in name) if any("GMMA" in text for text in body) else 8
+        allowed = 2 * ("pages" in name) if any("GMMA" in text for text in body) else 8
         assert len(spills) <= allowed, (spills, result["log"])
 
 
