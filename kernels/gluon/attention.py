@@ -70,9 +70,7 @@ def _aligned_q(q: Tensor) -> Tensor:
     return q if good else q.clone(memory_format=torch.contiguous_format)
 
 
-def plan(
-    tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True, pair: bool = True
-) -> tuning_data.Plan:
+def plan(tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True, pair: bool = True) -> tuning_data.Plan:
     """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split;
     pair: whether two shares may finish their rows themselves."""
     return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut, pair)

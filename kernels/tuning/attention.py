@@ -103,9 +103,7 @@ PAIR_US = 4.0
 TAIL_US = 13.5
 
 
-def hopper_plan(
-    tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = True, pair: bool = True
-) -> Plan:
+def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = True, pair: bool = True) -> Plan:
     """How rows (tokens x blocks of 64 heads) with ``tiles`` tiles of keys each share the multiprocessors; no share is
     empty.
 
@@ -146,9 +144,10 @@ class Merging:
     release: int
 
 
-# (up to so many rows = tokens x heads, at most so many shares, how), measured on an H200; nothing else: _SEPARATE. A
-# merge that waits beside the attention fills the multiprocessors that are free early, unevenly, so it is let in late
-# unless it is tiny or its programs take a multiprocessor each (32 warps).
+# (up to so many rows = tokens x heads, at most so many shares, how), measured on an H200 at 64, 128, 256, 512, 1,024,
+# 2,048 and 4,096 rows (between 2,113 and 3,071 as before, not measured); nothing else: _SEPARATE. A merge that waits
+# beside the attention fills the multiprocessors that are free early, unevenly, so it is let in late unless it is tiny
+# or its programs take a multiprocessor each (32 warps).
 MERGING = (
     (128, 18, Merging((1, 4), RELEASE_LAST)),
     (511, MAX_SPLITS, Merging(None, RELEASE_LAST)),
