@@ -23,6 +23,8 @@ from .. import launching
 from .launch_plans import Derived, Launch, Machine, Plan
 
 LAUNCHES = 8  # of a plan: calls with more take so long that their host time is hidden
+# Bytes of all workspaces of a plan: allocated at once, where the launcher may free one before it takes the next.
+WORKSPACE_BYTES = 128 << 20
 STEP = 512  # bytes between workspaces, as the caching allocator aligns them
 
 aten = torch.ops.aten
@@ -157,6 +159,8 @@ class Recorder(TorchDispatchMode):
         for tensor in self.workspaces:
             offsets.append(size)
             size += -(-tensor.untyped_storage().nbytes() // STEP) * STEP
+        if size > WORKSPACE_BYTES:
+            raise NotReplayable(f"{size >> 20} MiB of workspaces")
         counts = {
             "input": len(self.inputs),
             "result": len(self.results),

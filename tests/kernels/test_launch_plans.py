@@ -19,7 +19,7 @@ from fusion_pass.kernels import launching
 from fusion_pass.kernels.modes import OFF, modes_of, using
 from fusion_pass.kernels.ops import SPECS, Launcher, decisions, dispatch
 from fusion_pass.kernels.ops.launch_plans import MAPS, Plan
-from fusion_pass.kernels.ops.recording import LAUNCHES, record
+from fusion_pass.kernels.ops.recording import LAUNCHES, WORKSPACE_BYTES, record
 from launch_cases import cases
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +170,7 @@ REFUSED = {
     "copy of a result": lambda kernel, outs, x, y: launches(kernel, outs[0].t().contiguous()),
     "copy in another dtype": lambda kernel, outs, x, y: launches(kernel, x.view(torch.int32).t().contiguous()),
     "too many": lambda kernel, outs, x, y: [launches(kernel, x) for _ in range(LAUNCHES + 1)],
+    "too much": lambda kernel, outs, x, y: launches(kernel, x, torch.empty(WORKSPACE_BYTES + 1, dtype=torch.uint8)),
     "nothing": lambda kernel, outs, x, y: None,
     "a default": lambda kernel, outs, x, y: launching.at(kernel, (1,))(x, y),
     "an object": lambda kernel, outs, x, y: launching.at(kernel, (1,))(x, y, x, size=(1, 2)),
