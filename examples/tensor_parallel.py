@@ -26,7 +26,14 @@ import torch
 import torch.distributed as dist
 
 import fusion_pass
-from fusion_pass.models import cache_tensors, filled_cache, random_deepseek_v4, replace_grouped_linear, split_attention
+from fusion_pass.models import (
+    cache_argument,
+    cache_tensors,
+    filled_cache,
+    random_deepseek_v4,
+    replace_grouped_linear,
+    split_attention,
+)
 
 KINDS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
 CHAIN = {"bf16": ("fmha", "inverse_rope", "bgemm"), "fp8": ("fmha", "inverse_rope", "fp8_quant", "bgemm")}
@@ -126,7 +133,7 @@ def captured_ms(call, inputs, device) -> tuple[float, torch.Tensor]:
     may use CUDA meanwhile, hence the capture mode. What the graph reads has to stay, though a step takes it out of its
     cache.
     """
-    cache = inputs.get("past_key_values")
+    cache = inputs.get("cache", inputs.get("past_key_values"))
     held = [] if cache is None else cache_tensors(cache)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -149,7 +156,7 @@ def phases(args, model, device):
         ids = torch.randint(0, vocabulary, (batch, args.context), generator=generator).to(device)
         cache = filled_cache(model, ids)
         yield "decode", 1, batch, lambda ids=ids, cache=cache: {
-            "input_ids": ids[:, -1:], "past_key_values": copy.deepcopy(cache), "use_cache": True}
+            "input_ids": ids[:, -1:], "use_cache": True, **cache_argument(model, copy.deepcopy(cache))}
 
 
 def timings(args, model, device, variants, ranks: int) -> list[dict]:

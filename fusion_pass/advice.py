@@ -8,6 +8,10 @@ from .report import GatedChain, NearMiss
 
 # The first row whose pattern is found in the reason answers; reasons are written in ``recognise`` and ``replace``.
 _NEAR_MISSES: tuple[tuple[str, str], ...] = (
+    (r"sizes but not for others",
+     "Let only those sizes be symbolic that change between calls (batch, tokens, keys): mark them with "
+     "torch._dynamo.mark_dynamic instead of compiling with dynamic=True, and take head counts and widths from the "
+     "module, where they are numbers."),
     (r"makes inputs of Python floats",
      "Write the number into the function (a local, or a literal), or set torch._dynamo.config.specialize_float = True: "
      "the pass may not assume a value that the next call can change."),
@@ -58,6 +62,8 @@ _GATED: tuple[tuple[str, str], ...] = (
     (r"training graph|autograd", "Call the model under torch.no_grad() or torch.inference_mode()."),
     (r"switched off", "Remove the rule from disable_rules or FUSION_PASS_DISABLE_RULES."),
     (r"float64|dtype", "Run the layer in bf16, fp16 or fp32."),
+    (r"scale of zero",
+     "Clamp the block maximum from below before it is divided by 448 (1e-4, 1e-10 and 1e-12 are usual)."),
     (r"multiple of", "Choose a quantisation block that divides the head dimension."),
 )
 

@@ -10,6 +10,7 @@ from torch import fx
 from .config import Config
 from .elements.moves import is_float_cast, is_move
 from .fx_access import target_of
+from .kernels.ops.checks import MIN_FLOOR
 from .recognise.chain_types import Chain
 
 BLOCKS = (128, 32)
@@ -85,6 +86,9 @@ def compile_time_gate(chain: Chain, config: Config) -> Decision:
     if chain.quantisation is not None and rotation.head_dim % chain.quantisation.block:
         return Decision(False, f"head_dim {rotation.head_dim} is no multiple of the quantisation block "
                                f"{chain.quantisation.block}")
+    if chain.quantisation is not None and not chain.quantisation.floor >= MIN_FLOOR:
+        return Decision(False, f"a block of zeros is divided by a scale of zero: the source's smallest magnitude is "
+                               f"{chain.quantisation.floor:g}, the ops need one of at least {MIN_FLOOR:.1e}")
     for anchor in chain.anchors:
         collective = _summed_over_ranks(anchor.node)
         if collective is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.traceback import NodeSource, NodeSourceAction
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import validation
@@ -99,7 +100,7 @@ def _replace_all(findings: Findings, gm: fx.GraphModule, context: Context, decla
             refusal = Refused(
                 "bgemm", f"{mutation.name} changes an intermediate value in place: functionalise the graph "
                 "first (torch.func.functionalize, or make_fx under it)", mutation)
-            report.near_misses.append(_near_miss(refusal))
+            report.near_misses.append(_near_miss(refusal, source_line(chain.anchors[0].node)))
             continue
         if _handle(chain, gm, context.sizes[0], facts, config, report):
             changed = True
@@ -131,7 +132,7 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     """Gate and replace one chain; True when the graph changed."""
     where = source_line(chain.anchors[0].node)
     if chain.attention_refused is not None and not chain.attention_refused.silent:
-        report.near_misses.append(_near_miss(chain.attention_refused))
+        report.near_misses.append(_near_miss(chain.attention_refused, where))
     decision = compile_time_gate(chain, config)
     if not decision.fuse:
         report.gated.append(GatedChain(roles=chain.roles, gate=decision.reason, where=where))
@@ -144,17 +145,19 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     if config.verify in ("first", "always"):
         pending.append(validation.reserve())
     twice = kept_alive(chain, facts)
+    sources = _sources(chain)
     with _recording(gm.graph) as new:
         outcome = replace_chain(chain, gm.graph, sizes, facts, config, validate if pending else None)
     if isinstance(outcome, Refused):
         for node in reversed(new):
             if not node.users:
                 gm.graph.erase_node(node)
-        report.near_misses.append(_near_miss(outcome))
+        report.near_misses.append(_near_miss(outcome, where))
         return False
     stack = chain.anchors[0].node.meta.get("stack_trace")
     for node in new:
         node.meta.setdefault("stack_trace", stack)
+        node.meta.setdefault("from_node", list(sources))
         node.meta.setdefault("fusion_pass", {"roles": chain.roles, "op": outcome.op, "chain": len(report.fused)})
     for anchor in chain.anchors:
         anchor.node.meta[PRODUCT] = True
@@ -178,6 +181,14 @@ def _handle(chain: Chain, gm: fx.GraphModule, sizes: Sizes, facts: GraphFacts, c
     return True
 
 
+def _sources(chain: Chain) -> list[NodeSource]:
+    """What the nodes that replace ``chain`` stand for, in the form in which torch follows nodes through its passes
+    (``meta["from_node"]``). Written down before the replacement, which erases some of them."""
+    products = [anchor.node for anchor in chain.anchors] if chain.weight is not None else []
+    nodes = dict.fromkeys([chain.rotation.source, chain.rotation.node, *products])
+    return [NodeSource(node, "fusion_pass", NodeSourceAction.REPLACE) for node in nodes]
+
+
 @contextlib.contextmanager
 def _recording(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Collects the nodes that are created in ``graph``, in order of creation."""
@@ -196,8 +207,9 @@ def _recording(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         del graph.create_node
 
 
-def _near_miss(refused: Refused) -> NearMiss:
-    return NearMiss(role=refused.role, reason=refused.reason, where=source_line(refused.node))
+def _near_miss(refused: Refused, chain: str = "") -> NearMiss:
+    """``chain``: the line of the chain's product, for a place in the graph that has none (its output, an input)."""
+    return NearMiss(role=refused.role, reason=refused.reason, where=source_line(refused.node) or chain)
 
 
 @contextlib.contextmanager

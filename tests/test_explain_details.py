@@ -79,6 +79,7 @@ def test_symbolic_sizes():
 def test_near_misses_name_the_reader():
     (miss,) = explain(plain().keeps_rotated).near_misses
     assert "escapes the chain" in miss.reason and "output" in miss.reason
+    assert re.search(r"plain_attention\.py:\d+$", miss.where), "the graph's output has no line: the chain's"
     assert "otherwise compute it from" in advice(miss)
 
 

@@ -371,8 +371,8 @@ def coverage() -> str:
 
 
 def soak() -> str:
-    """Decode steps through one CUDA graph that were compared with eager calls (docs/soak.json, printed by the test)."""
-    made = _kept("soak", "pytest -s tests/kernels/test_soak.py -m gpu")
+    """Decode steps through one CUDA graph that were compared with eager calls (docs/soak.json, by the test)."""
+    made = _kept("soak", "FUSION_PASS_SOAK_RECORD=docs/soak.json python -m pytest tests/kernels/test_soak.py")
     if isinstance(made, str):
         return made
     rows = ([row["form"], str(row["tokens"]), str(row["steps"]), str(row["different"])] for row in made["rows"])
@@ -386,7 +386,8 @@ def newcomer() -> str:
     if isinstance(made, str):
         return made
     rows = ([f"`{step['step']}`", f"{step['seconds']:.1f}"] for step in made["steps"])
-    return (f"{made['cores']} CPU cores (load {made['load']}), Python {made['python']}, {made['date']}:\n\n"
+    pinned = ", versions pinned by `.ci/constraints.txt`" if made.get("pinned") else ""
+    return (f"{made['cores']} CPU cores (load {made['load']}), Python {made['python']}, {made['date']}{pinned}:\n\n"
             + _table(["step", "seconds"], rows))
 
 

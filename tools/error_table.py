@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import re
@@ -19,7 +20,8 @@ TEST = "tests/models/test_transformers.py::test_bf16_attention_is_no_worse_than_
 PRINTED = re.compile(r"layer (\d+): error against float64: eager (\S+), compiled (\S+)")
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-s", TEST], cwd=ROOT, capture_output=True, text=True)
     rows = [{"layer": int(n), "eager": float(e), "compiled": float(c)} for n, e, c in PRINTED.findall(done.stdout)]
     if done.returncode or not rows:

@@ -1,9 +1,10 @@
-"""Time the newcomer's path: a clean clone, an environment, the install, the first fused report.
+"""Time the newcomer's path: a clean clone, an environment, the install, the first fused report, the demo.
 
     python tools/newcomer.py                 print the seconds of every step
     python tools/newcomer.py --record        and keep them in docs/newcomer.json, for the table in docs/contributing.md
 
-The commands are the README's own; downloads count as far as pip's cache does not have them.
+The commands are the README's own; downloads count as far as pip's cache does not have them. PIP_CONSTRAINT pins
+versions, as in .ci/run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+FUSED = r"fused +fmha"                    # in the report, and in the demo
 RESULT = ROOT / "docs" / "newcomer.json"
 
 
@@ -33,6 +36,7 @@ def steps(folder: Path) -> list[tuple[str, list[str] | None]]:
         ('pip install -e ".[hf]"', [python, "-m", "pip", "install", "--quiet", "-e", ".[hf]"]),
         ("python -m fusion_pass explain examples/plain_attention.py:example",
          [python, "-m", "fusion_pass", "explain", "examples/plain_attention.py:example"]),
+        ("python -m fusion_pass demo", [python, "-m", "fusion_pass", "demo"]),
     ]
 
 
@@ -45,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(name)
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
         environment.pop("PYTHONPATH", None)
+        if "PIP_CONSTRAINT" in environment:
+            environment["PIP_CONSTRAINT"] = str(Path(environment["PIP_CONSTRAINT"]).resolve())
         for what, command in steps(folder):
             begin = time.monotonic()
             if command is None:
@@ -55,14 +61,14 @@ def main(argv: list[str] | None = None) -> int:
                 if done.returncode:
                     print(done.stdout + done.stderr, file=sys.stderr)
                     return 1
-                if "explain" in what and "fused      fmha" not in done.stdout:
-                    print(f"no fused chain in the report:\n{done.stdout}", file=sys.stderr)
+                if "fusion_pass" in what and not re.search(FUSED, done.stdout):
+                    print(f"no fused chain in what {what} says:\n{done.stdout}", file=sys.stderr)
                     return 1
             took.append({"step": what, "seconds": round(time.monotonic() - begin, 1)})
             print(f"{took[-1]['seconds']:>8} s  {what}")
     if arguments.record:
         kept = {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "python": platform.python_version(),
-                "load": round(os.getloadavg()[0], 1), "steps": took}
+                "load": round(os.getloadavg()[0], 1), "pinned": "PIP_CONSTRAINT" in os.environ, "steps": took}
         RESULT.write_text(json.dumps(kept, indent=1) + "\n")
     return 0
 

@@ -68,12 +68,15 @@ def run(python: Path, tests: list[str], workers: int) -> dict[str, Any]:
 
 
 def record(result: dict[str, Any]) -> None:
-    """Put a result into docs/versions.json, in place of an older one of the same versions and tests."""
+    """Put a result into docs/versions.json, in place of an older one of the same versions and tests; one of the whole
+    suite takes the place of all older ones of its versions."""
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["torch"], row["transformers"], row["device"], tuple(row["tests"])
 
     rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
-    rows = sorted([row for row in rows if key(row) != key(result)] + [result], key=key)
+    whole = result["tests"] == ["tests"]
+    kept = [row for row in rows if key(row) != key(result) and not (whole and key(row)[:3] == key(result)[:3])]
+    rows = sorted([*kept, result], key=key)
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 

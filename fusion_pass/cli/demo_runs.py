@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from .. import store
-from ..models import random_deepseek_v4, replace_grouped_linear
+from ..models import cache_argument, random_deepseek_v4, replace_grouped_linear
 from ..report import Report
 from .console import Progress
 
@@ -141,7 +141,7 @@ class Run:
         self._synchronize()
         start = time.perf_counter()
         with torch.no_grad():
-            logits = self._call(ids, past_key_values=cache, use_cache=True).logits
+            logits = self._call(ids, use_cache=True, **cache_argument(self.model, cache)).logits
         self._synchronize()
         return logits, time.perf_counter() - start
 

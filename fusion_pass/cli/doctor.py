@@ -16,6 +16,8 @@ import torch
 
 from .. import compat
 from ..config import Config
+from ..gate import device_note
+from ..kernels.reduction import choose_kv_split
 from ..version import __version__
 from .console import step
 from .selftest import check_ops
@@ -33,6 +35,7 @@ def run(arguments: Namespace) -> int:
         "devices": _devices(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("FUSION_PASS")},
         "config": Config().resolve().to_dict(),
+        "gates": _gates(Config().resolve()),
         "backend": "registered" if "fusion_pass" in compat.registered_backends() else "not registered",
     }
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -71,6 +74,19 @@ def _devices() -> list[str]:
             f"{properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
         )
     return found
+
+
+def _gates(config: Config) -> dict[str, str]:
+    """What decides here whether and how a chain is fused, apart from the chain itself; the sizes are an example's."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    off = "every chain (disable)" if config.disable else ", ".join(config.disable_rules) or "nothing"
+    gates = {"implementation": device_note(device), "switched off": off}
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        split = choose_kv_split(num_partials=18, rows=128, head_dim=512, bound=config.kv_split, sm_count=sms,
+                                capability=torch.cuda.get_device_capability(device))
+        gates["KvSplit of 18 partials, 1 token, 128 heads"] = f"{split.kv_split}: {split.reason}"
+    return gates
 
 
 def _outcome(test: Callable[[], None]) -> str:

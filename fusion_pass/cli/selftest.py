@@ -1,4 +1,4 @@
-"""One small call of every op on this machine, checked against the float64 reference.
+"""One small call of every op, and of every kernel that could run it here, checked against the float64 reference.
 
 The shapes are small, the dimensions real: head_dim 512 with 64 rotated channels, 8 heads per group, quantisation blocks
 of 128.
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusion_pass.kernels import ops
+from fusion_pass.kernels.ops import dispatch
+
 TOKENS, HEADS, DIM, KEYS, GROUPS, HALF = 6, 16, 512, 40, 2, 32
 
 # bf16 keeps 8 bits, E4M3 4: a relative error of the whole result above these is a fault, not rounding.
@@ -22,17 +25,19 @@ TOLERANCE = {"": 2e-2, "quant": 6e-2}
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """kernel: what ran (``"reference"`` or a kernel's name). error: relative to float64. ok: whether that is
-    rounding.
+    rounding. others: the errors of the kernels that would run if the first one refused; ``ok`` is about them as well.
     """
 
     kernel: str
     why: str
     error: float
     ok: bool
+    others: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         why = f" ({self.why})" if self.why else ""
-        return f"{'ok' if self.ok else 'FAILED'}, {self.kernel}{why}, relative error {self.error:.1e}"
+        others = "".join(f"; {kernel} {error:.1e}" for kernel, error in self.others.items())
+        return f"{'ok' if self.ok else 'FAILED'}, {self.kernel}{why}, relative error {self.error:.1e}{others}"
 
 
 def check_ops(device: str) -> Iterator[tuple[str, Outcome]]:
@@ -43,12 +48,28 @@ def check_ops(device: str) -> Iterator[tuple[str, Outcome]]:
             exact = result(op(*_cast(arguments, torch.float64, "cpu")))
             args = _cast(arguments, torch.bfloat16, device)
             kernel, why = _kernel(name, args)
-            got = result(op(*args)).cpu()
-            error = float((got - exact).norm() / exact.norm())
+            got = {kernel: op(*args)} | dict(_run_others(name, args, kernel))
+            errors = {one: _distance(result(value).cpu(), exact) for one, value in got.items()}
             limit = TOLERANCE["quant" if name.endswith("quant") else ""]
-            yield name, Outcome(kernel, why, error, got.shape == exact.shape and error < limit)
+            ok = all(error < limit for error in errors.values())
+            yield name, Outcome(kernel, why, errors.pop(kernel), ok, errors)
         except Exception as failure:
             yield name, Outcome("none", f"{type(failure).__name__}: {failure}", float("nan"), False)
+
+
+def _run_others(name: str, args: tuple[Any, ...], taken: str) -> Iterator[tuple[str, Any]]:
+    """Name and result of the kernels that could run the op on ``args`` besides the one that is taken."""
+    spec = ops.SPECS[name]
+    args = spec.complete(args, {})
+    for launcher in dispatch.applicable(name, args):
+        if launcher.name != taken:
+            outs = spec.empty(*args)
+            dispatch.launch(launcher, outs, args)
+            yield launcher.name, outs[0] if len(outs) == 1 else outs
+
+
+def _distance(got: Tensor, exact: Tensor) -> float:
+    return float((got - exact).norm() / exact.norm()) if got.shape == exact.shape else float("inf")
 
 
 def _calls() -> dict[str, tuple[tuple[Any, ...], Callable[[Any], Tensor]]]:
@@ -115,8 +136,6 @@ def _weighted(result: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _kernel(name: str, args: tuple[Any, ...]) -> tuple[str, str]:
-    from fusion_pass.kernels import ops
-
     launcher, reasons = ops.explain(name, ops.SPECS[name].complete(args, {}))
     return (launcher.name if launcher else "reference"), "; ".join(reasons)
 

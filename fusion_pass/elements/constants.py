@@ -11,6 +11,7 @@ import torch
 import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .dependence import has_property, is_tensors
 from .sizes import Sizes, Unsized
 
 aten = torch.ops.aten
@@ -37,30 +38,17 @@ def literal(node: fx.Node) -> torch.Tensor | None:
 
 def made_from_nothing(node: fx.Node, sizes: Sizes) -> bool:
     """Whether a tensor depends on literals and sizes only."""
-    known = sizes.from_nothing
-    stack, passed = [node], 0
-    while stack:
-        here = stack[-1]
-        if here in known:
-            stack.pop()
-            continue
-        tensors = [n for n in here.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        if here.op != "call_function":
-            known[here] = literal(here) is not None
-        elif here.target in FACTORIES:
-            known[here] = True
-        elif here.target in _NOT_FOLLOWED or torch.Tag.nondeterministic_seeded in getattr(here.target, "tags", ()):
-            known[here] = False
-        elif any(known.get(n) is False for n in tensors) or passed > CONE_LIMIT:
-            known[here] = False
-        else:
-            missing = [n for n in tensors if n not in known]
-            passed += len(missing)
-            if missing:
-                stack.append(missing[0])
-                continue
-            known[here] = isinstance(here.meta.get("val"), torch.Tensor)
-    return known[node]
+    return has_property(node, sizes.from_nothing, _made_from_nothing, decided_by=False, limit=CONE_LIMIT)
+
+
+def _made_from_nothing(node: fx.Node) -> bool | None:
+    if node.op != "call_function":
+        return literal(node) is not None
+    if node.target in FACTORIES:
+        return True
+    if node.target in _NOT_FOLLOWED or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return False
+    return None if is_tensors(node.meta.get("val")) else False
 
 
 def constant_values(node: fx.Node, index: torch.Tensor, sizes: Sizes) -> torch.Tensor | None:

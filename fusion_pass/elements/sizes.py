@@ -45,8 +45,9 @@ class Sizes:
         if isinstance(value, torch.SymBool):
             return bool(self._substitute(value.node.expr))
         if isinstance(value, (torch.SymInt, torch.SymFloat)):
-            if value.node.is_constant():
-                return value.node.maybe_as_int() if isinstance(value, torch.SymInt) else float(value.node.expr)
+            known: Any = value.node
+            if known.is_constant():
+                return int(known.maybe_as_int()) if isinstance(value, torch.SymInt) else float(known.expr)
             number = self._substitute(value.node.expr, value.node.shape_env)
             return int(number) if isinstance(value, torch.SymInt) else float(number)
         raise Unsized(f"no number for {value!r}")

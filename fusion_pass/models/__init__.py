@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .fp8_linear import FP8GroupedLinear, quantize_activation, quantize_weight, replace_grouped_linear
-from .random_deepseek_v4 import cache_tensors, filled_cache, random_deepseek_v4
+from .random_deepseek_v4 import cache_argument, cache_tensors, filled_cache, random_deepseek_v4
 from .tensor_parallel import split_attention
 from .two_forms import GroupedLinearWithFP8, attach_fp8_weights
 
@@ -11,6 +11,7 @@ __all__ = [
     "FP8GroupedLinear",
     "GroupedLinearWithFP8",
     "attach_fp8_weights",
+    "cache_argument",
     "cache_tensors",
     "filled_cache",
     "quantize_activation",

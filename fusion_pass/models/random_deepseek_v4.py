@@ -6,6 +6,7 @@ For demonstrations, tests and benchmarks where no checkpoint is at hand. Every k
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +98,14 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """``cache`` by the name that a transformers model's ``forward`` takes it by: ``past_key_values``, or ``cache`` in
+    releases that have renamed it (5.24 takes both, and says that 5.40 will not).
+    """
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
+
+
 def filled_cache(model: Any, input_ids: torch.Tensor) -> Any:
     """transformers' ``DynamicCache`` after a prompt per row of ``input_ids`` [B, S], filled one row at a time.
 
@@ -109,7 +118,7 @@ def filled_cache(model: Any, input_ids: torch.Tensor) -> Any:
     with torch.no_grad():
         for row in input_ids:
             caches.append(transformers.DynamicCache(config=model.config))
-            model(row[None], past_key_values=caches[-1], use_cache=True)
+            model(row[None], use_cache=True, **cache_argument(model, caches[-1]))
     for number, layer in enumerate(caches[0].layers):
         rows = [vars(cache.layers[number]) for cache in caches]
         vars(layer).update({name: _joined([row[name] for row in rows]) for name in rows[0]})

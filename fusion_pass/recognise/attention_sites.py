@@ -257,7 +257,7 @@ class Explorer:
         where = replay(site.path, self.output_index(*[c[ends] for c in self.base()]), self.sizes)
         value_index = site.values.rhs_at(where[None, :], keys[:, None]).flatten()
         values = self.descent.chain(site.values.rhs, value_index)
-        failed = scores.rhs
+        failed: Reach | None = None
         for product in (scores, scores.swapped()):
             index = product.rhs_at(reach.index[:, None], ends[None, :]).flatten()
             rows = self.descent.chain(product.rhs, index, scaled=True)
@@ -270,9 +270,10 @@ class Explorer:
                     reach.index[:1, None], torch.arange(channels)[None, :]).flatten(), scaled=True)
                 return Segment(site, int(keys[0]), len(keys), reach.path, product, tuple(reversed(queries)),
                                tuple(r for _, r in pairs), tuple(v for v, _ in pairs))
-            failed = rows[-1].node if product is scores else failed
-        return Refused("fmha", f"values come from {values[-1].node.name}, keys from {failed.name}: they are not the "
-                               "same rows", site.node)
+            if failed is None or varies(rows[-1].index.view(len(keys), -1)[:, 0]):
+                failed = rows[-1]                           # queries do not change with the key
+        assert failed is not None
+        return Refused("fmha", other_rows(values[-1], failed, len(keys), self.sizes), site.node)
 
     def _same_elements(self, rows: Reach, values: list[Reach]) -> list[tuple[Reach, Reach]]:
         """For keys that were joined here of parts: the source's own tensor that joins the same parts."""
@@ -288,3 +289,26 @@ class Explorer:
             except Unfollowed:
                 continue
         return []
+
+
+def other_rows(values: Reach, keys: Reach, count: int, sizes: Sizes) -> str:
+    """How the values of ``count`` keys differ from the keys; both reach elements (key, channel) in that order."""
+    end = "they are not the same rows"
+    if values.node is not keys.node:
+        return f"values come from {values.node.name}, keys from {keys.node.name}: {end}"
+    name, shape = values.node.name, sizes.shape(values.node)
+    mine, theirs = (_box(reach.index, shape) for reach in (values, keys))
+    if mine != theirs:
+        return f"values come from {name}[{mine}], keys from {name}[{theirs}]: {end}"
+    at = int((values.index != keys.index).nonzero()[0])
+    number = at // (len(values.index) // count)
+    mine, theirs = (_box(reach.index[at:at + 1], shape) for reach in (values, keys))
+    return (f"values and keys come from {name} in another order (key {number}: {name}[{mine}] as a value, "
+            f"{name}[{theirs}] as a key): {end}")
+
+
+def _box(index: torch.Tensor, shape: tuple[int, ...]) -> str:
+    """The smallest slices that hold all elements of ``index``."""
+    lines = torch.unravel_index(index, shape)
+    bounds = [(int(line.min()), int(line.max())) for line in lines]
+    return ", ".join(str(low) if low == high else f"{low}:{high + 1}" for low, high in bounds)

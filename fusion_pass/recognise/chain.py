@@ -14,6 +14,7 @@ from ..elements.follow import Follower
 from ..elements.layouts import Axis
 from ..elements.numeric import Unevaluated
 from ..elements.sizes import Sizes, Unsized
+from . import other_sizes
 from .anchors import Anchor, find_anchors, way_back
 from .attention_match import AttentionMatch, OutputAxes
 from .attention_sizes import agreed
@@ -84,7 +85,9 @@ class ChainFinder:
 
         def settle() -> None:
             """Finish the anchors whose outputs are complete, so that later layers can be recognised by them."""
-            for found in self._chains(by_source):
+            for anchors, found in self._chains(by_source):
+                if isinstance(found, Refused):
+                    findings.by_anchor.update((anchor.node, found) for anchor in anchors)
                 if isinstance(found, Chain):
                     findings.chains.append(found)
                     proven.append(found)
@@ -154,10 +157,11 @@ class ChainFinder:
         except (Unsized, Unevaluated):
             return None
 
-    def _chains(self, by_source: dict[fx.Node, list[tuple[Anchor, _Candidate]]]) -> Iterator[Chain | Refused]:
+    def _chains(self, by_source: dict[fx.Node, list[tuple[Anchor, _Candidate]]],
+                ) -> Iterator[tuple[list[Anchor], Chain | Refused]]:
         for group in by_source.values():
             for candidate, anchors in self._common(group):
-                yield self._chain(candidate, anchors)
+                yield anchors, self._chain(candidate, anchors)
 
     def _common(self, group: list[tuple[Anchor, _Candidate]]) -> list[tuple[_Candidate, list[Anchor]]]:
         """One contraction: the node nearest to it. Several readers of one output: the node they all come from."""
@@ -261,7 +265,7 @@ def find_chains(context: Context) -> Findings:
         kept = []
         for chain in findings.chains:
             other = others.get(chain.anchors[0].node)
-            if other is not None and other.signature() == chain.signature():
+            if other is not None and other.quantities() == chain.quantities():
                 if chain.attention is not None and other.attention is not None:
                     both = agreed(chain.attention, other.attention, context.sizes[0], sizes)
                     if isinstance(both, Refused):
@@ -270,8 +274,9 @@ def find_chains(context: Context) -> Findings:
                         chain.attention = both
                 kept.append(chain)
             else:
-                findings.refused.append(Refused(
-                    "bgemm", "the chain holds for the example's sizes but not for others", chain.anchors[0].node))
+                findings.refused.append(Refused("bgemm", other_sizes.what_differs(
+                    chain, other or again.by_anchor.get(chain.anchors[0].node), context.module.graph,
+                    context.sizes[0], sizes), chain.anchors[0].node))
         findings.chains = kept
     return findings
 

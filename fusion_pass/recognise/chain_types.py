@@ -40,19 +40,28 @@ class Chain:
             roles.append("fp8_quant")
         return (*roles, "bgemm")
 
-    def signature(self) -> tuple[Any, ...]:
-        """What must not depend on the example's sizes: equal for the same chain under another assignment of the size
-        symbols."""
+    def quantities(self) -> dict[str, Any]:
+        """What must not depend on the example's sizes, by name: equal for the same chain under another assignment of
+        the size symbols."""
         rotation, grouping = self.rotation, self.grouping
-        tokens = tuple(a.size if a.size_from is None else _place(a.size_from) for a in grouping.tokens)
-        tables = tuple((t.node.name, t.part, t.negated) for t in (rotation.cos, rotation.sin))
         widths = [t.half_from for t in (rotation.cos, rotation.sin)]
         # Channels of a head in front of the rotated ones; those are as many as the tables' width says, or fixed.
         start = rotation.rope_start if None in widths else tuple(_place(w) for w in widths if w is not None)
-        return (self.roles, grouping.groups, grouping.heads_per_group, tokens, rotation.node.name,
-                rotation.source.name, rotation.head_dim, start, tables,
-                tuple(bool(a.cos) for a in grouping.tokens),
-                None if self.quantisation is None else (self.quantisation.rule, self.quantisation.block))
+        return {
+            "the number of groups": grouping.groups,
+            "the heads per group": grouping.heads_per_group,
+            "the head's width": rotation.head_dim,
+            "the first rotated channel": start,
+            "the number of tokens": tuple(a.size if a.size_from is None else _place(a.size_from)
+                                          for a in grouping.tokens),
+            "the attention output": rotation.source.name,
+            "the rotated tensor": rotation.node.name,
+            "the tables of the rotation": tuple((t.node.name, t.part, t.negated) for t in (rotation.cos, rotation.sin)),
+            "the axes along which the tables change": tuple(bool(a.cos) for a in grouping.tokens),
+            "the quantisation": (None if self.quantisation is None
+                                 else (self.quantisation.rule, self.quantisation.block)),
+            "the roles": self.roles,
+        }
 
     @property
     def output_axes(self) -> OutputAxes:
@@ -67,6 +76,7 @@ def _place(size_from: tuple[fx.Node, int]) -> tuple[str, int]:
 class Findings:
     chains: list[Chain] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
+    by_anchor: dict[fx.Node, Refused] = field(default_factory=dict)     # also of refusals that nobody else hears of
     visits: int = 0
 
 

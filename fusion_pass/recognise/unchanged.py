@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from ..elements.constants import FACTORIES, constant_values
+from ..elements.dependence import has_property, tensor_inputs
 from ..elements.follow import Through
 from ..elements.loads import INDEXED, STORES
 from ..elements.moves import Piece, broadcast_index, is_float_cast, is_move, sources
@@ -54,28 +55,7 @@ class Known:
     def possible(self, node: fx.Node) -> bool:
         """Whether any element can be known: some number must be filled in on a way that is looked at. Most tensors have
         none, and are not looked at element by element."""
-        answers, stack = self.sizes.may_be_known, [node]
-        while stack:
-            here = stack[-1]
-            if here in answers:
-                stack.pop()
-                continue
-            inputs = [n for n in here.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-            if here.op != "call_function":
-                answers[here] = False
-            elif not inputs or here.target in FACTORIES or here.target is aten.constant_pad_nd.default:
-                answers[here] = True
-            elif not (is_move(here) or here.target in _LOOKED_THROUGH or is_fma(here)):
-                answers[here] = False
-            elif any(answers.get(n) for n in inputs):
-                answers[here] = True
-            else:
-                missing = next((n for n in inputs if n not in answers), None)
-                if missing is None:
-                    answers[here] = False
-                else:
-                    stack.append(missing)
-        return answers[node]
+        return has_property(node, self.sizes.may_be_known, _possible, decided_by=True)
 
     def _compute(self, node: fx.Node, index: torch.Tensor, depth: int) -> torch.Tensor:
         unknown = torch.full((len(index),), complex(math.nan, math.nan), dtype=torch.complex128)
@@ -107,6 +87,16 @@ class Known:
             at = broadcast_index(index, self.sizes.shape(node), self.sizes.shape(argument))
             return self.values(argument, at, depth + 1)
         return self.values(argument, index, depth + 1)
+
+
+def _possible(node: fx.Node) -> bool | None:
+    if node.op != "call_function":
+        return False
+    if node.target in FACTORIES or node.target is aten.constant_pad_nd.default:
+        return True
+    if not tensor_inputs(node):
+        return True
+    return None if is_move(node) or node.target in _LOOKED_THROUGH or is_fma(node) else False
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ..launching import at
 from ..tuning import attention as tuning_data
+from .attention_lists import Lists, two_lists
 from .gate import HEAD_DIM
 
 TILE = 64
 LOG2E = 1.4426950408889634
 KINDS = {"plain": 0, "rope": 1, "quant": 2, "partial": 3}
+WAIT_FIRST, WAIT_LAST = 1, 2  # see attention_shared.py
 _LIST_WAVES = 8  # tokens of a list chunk in units of the GPU's multiprocessors, if mask_lists.WORKSPACE_BYTES allows
 
 # Launch parameters, measured on H200: matrix products left in flight when the other warpgroup's turn is signalled (1
@@ -39,7 +41,8 @@ class Epilogue:
     "rope": inverse RoPE, out [G, T, K].
     "quant": inverse RoPE, out = E4M3 codes [G, T, K] with scales fp32 [G, K/block, M] or, packed, int32
     [G, K/(4*block), M]; M = T rounded up to 4, padding written as 0.
-    "partial": out [P, T, H, 512] (bf16 or fp32, normalised, no sink) with natural-log lse fp32 [P, T, H].
+    "partial": out [P, T, H, 512] (bf16 or fp32, normalised, no sink) with natural-log lse fp32 [P, T, H]; or [P, t, ..]
+    of the last t tokens.
     cos, sin: [rows, half], contiguous; token t uses row t % rows.
     """
 
@@ -67,56 +70,21 @@ def _aligned_q(q: Tensor) -> Tensor:
     return q if good else q.clone(memory_format=torch.contiguous_format)
 
 
-def _even_rows(indices: Tensor) -> Tensor:
-    """Index lists whose rows start at even columns, so that neighbouring indices load together."""
-    if indices.stride(-1) == 1 and (indices.stride(0) % 2 == 0 or indices.shape[0] == 1):
-        return indices
-    width = indices.shape[1]
-    padded = indices.new_empty(indices.shape[0], width + width % 2)[:, :width]
-    return padded.copy_(indices)
+def plan(
+    tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True, pair: bool = True
+) -> tuning_data.Plan:
+    """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split;
+    pair: whether two shares may finish their rows themselves."""
+    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut, pair)
 
 
-def plan(tokens: int, heads: int, keys: int, sm_count: int, cut: bool = True) -> tuning_data.Plan:
-    """How a call's keys are shared out, from capacities only. cut: whether rows of a last wave alone may be split."""
-    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut)
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Where shares meet that the kernel merges itself; the first `whole` rows (see the plan) are not cut.
-
-    For r other rows of 64 heads and P shares: out bf16 [P - 1, r, 64, 512] and lse fp32 [P - 1, r, 2, 64] in an order
-    of the kernel's own, flags int32 [2 r] (zeros).
-    """
-
-    whole: int
-    out: Tensor
-    lse: Tensor
-    flags: Tensor
-
-
-def shares(chosen: tuning_data.Plan, tokens: int, heads: int, device: torch.device) -> Shares | None:
-    """Workspace of a call of T tokens that merges its shares inside the kernel; None where it cannot."""
-    rows = tokens * math.ceil(heads / TILE) - chosen.whole
-    if rows * chosen.splits > torch.cuda.get_device_properties(device).multi_processor_count:
-        return None  # a share may wait only for CTAs that started before its own
-    # Zeroed for every launch: flags that outlive a call would be shared by streams, or lie in a CUDA graph's memory.
-    words = torch.zeros(2 * rows, dtype=torch.int32, device=device)
-    out = torch.empty(chosen.splits - 1, rows, TILE, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    return Shares(chosen.whole, out, torch.empty(chosen.splits - 1, rows, 2, TILE, device=device), words)
-
-
-@dataclass(frozen=True)
-class _Lists:
-    """Key lists of one launch: row r belongs to token token0 + r."""
-
-    index: Tensor
-    width: int
-    length: Tensor | None = None
-    bias: Tensor | None = None
-    index2: Tensor | None = None
-    width2: int = 0
-    length2: Tensor | None = None
+def _meeting(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What the shares of `rows` rows of 64 heads exchange: bf16 values, fp32 log-sum-exps, flags, all uninitialised."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    assert 2 * rows <= sms, "shares that wait for each other must all find a multiprocessor"
+    values = torch.empty(rows, 2, 2, TILE * HEAD_DIM // 4, dtype=torch.bfloat16, device=device)
+    sums = torch.empty(rows, 2, 2, TILE, dtype=torch.float32, device=device)
+    return values, sums, torch.empty(rows, 2, 2, dtype=torch.int64, device=device)
 
 
 def _launch(
@@ -126,19 +94,27 @@ def _launch(
     scale: float,
     epilogue: Epilogue,
     *,
-    lists: _Lists | None,
+    lists: Lists | None,
     extra_kv: Tensor | None = None,
     token0: int = 0,
     tokens: int,
     splits: int = 1,
-    merge: Shares | None = None,
+    tail: Epilogue | None = None,
     causal: bool = False,
     window: int = 0,
     page_sizes: tuple[int, int] | None = None,
     pdl: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> None:
-    """One kernel launch over tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] and kv [B or 1, N, 512]."""
+    """Tokens token0 .. token0 + tokens - 1 of q [B, S, H, 512] over kv [B or 1, N, 512].
+
+    One kernel launch, or with `tail` [P, t, H, 512] (partials) two: the last t tokens' keys are cut into P shares, by a
+    launch that takes multiprocessors as soon as the first has no more work for them. Nothing that it writes may be
+    memory which was freed after the first launch. Whoever waits for the last launch has waited for both.
+
+    Two splits whose epilogue is not "partial" finish their rows themselves (attention_pairs.py): then all shares must
+    fit the GPU at once.
+    """
     from .attention_kernel import attention_kernel
 
     batches, queries, heads, _ = q.shape
@@ -156,84 +132,96 @@ def _launch(
         extra_kv = q
     kv_keys = rows if lists is not None else rows // (kv.shape[0] if kv.dim() == 3 else 1)
     sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    rows_of_heads = tokens * math.ceil(heads / TILE)
-    whole = 0 if merge is None else merge.whole
-    jobs = whole + (rows_of_heads - whole) * splits
+    blocks = math.ceil(heads / TILE)
     total = batches * queries
-    rope, cos = epilogue.cos is not None, epilogue.cos if epilogue.cos is not None else epilogue.out
-    packed = epilogue.packed
-    out = epilogue.out
-    scales = epilogue.scales
-    if scales is not None and packed:
-        scales = scales.view(torch.int8)
-    at(attention_kernel, (min(sms, jobs),))(
-        q,
-        kv,
-        kv if extra_kv is None else extra_kv,
-        q if lists is None else lists.index,
-        q if lists is None or lists.index2 is None else lists.index2,
-        q if lists is None or lists.length is None else lists.length,
-        q if lists is None or lists.length2 is None else lists.length2,
-        q if lists is None or lists.bias is None else lists.bias,
-        q if sink is None else sink.contiguous(),
-        epilogue.cos if rope else q,
-        epilogue.sin if rope else q,
-        out,
-        out if scales is None else scales,
-        out if epilogue.lse is None else epilogue.lse,
-        q if merge is None else merge.out,
-        q if merge is None else merge.lse,
-        q if merge is None else merge.flags,
-        scale * LOG2E,
-        epilogue.floor,
-        jobs,
-        tokens,
-        token0,
-        whole,
-        splits,
-        rows,
-        extra_rows,
-        0 if lists is None else lists.index.stride(0) // 2,
-        0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
-        kv_keys if lists is None else lists.width,
-        0 if lists is None else lists.width2,
-        kv.stride(0) // 16 if paged else 0,
-        extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
-        queries,
-        window,
-        int(causal),
-        q.stride(0) // 8,
-        q.stride(1) // 8,
-        q.stride(2) // 8,
-        cos.shape[0] if rope else 1,
-        total,
-        scales.shape[-1] // (4 if packed else 1) if scales is not None else 0,
-        int(pdl),
-        int(tuning_data.release_early(tokens * heads, splits)),
-        HEADS=heads,
-        PER_GROUP=heads // epilogue.groups,
-        HALF=cos.shape[1] if rope else 32,
-        FORM=1 if lists is None else 0,
-        POOLS=1 if extra_kv is None else 2,
-        HAS_LENGTH0=lists is not None and lists.length is not None,
-        HAS_LENGTH1=lists is not None and lists.length2 is not None,
-        HAS_BIAS=lists is not None and lists.bias is not None,
-        HAS_SINK=sink is not None,
-        BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
-        STRIDE0=_row_stride(kv) if page_sizes is None else page_sizes[0],
-        STRIDE1=_row_stride(kv if extra_kv is None else extra_kv) if page_sizes is None else page_sizes[1],
-        EPILOGUE=KINDS[epilogue.kind],
-        MERGE=merge is not None,
-        BLOCK=epilogue.block,
-        POWER_OF_TWO=epilogue.scale_rule == "ue8m0",
-        PACKED=packed,
-        BATCHED=batches > 1,
-        ROPE_SHARED=rope and cos.shape[0] != total,
-        PAGED=paged,
-        num_warps=4,
-        **({"launch_pdl": True} if pdl else {}),
-        **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
-    )
+    sink = None if sink is None else sink.contiguous()
+    whole = tokens - (0 if tail is None else tail.out.shape[1])
+    paired = splits == 2 and epilogue.kind != "partial"
+    values, sums, flags = _meeting(tokens * blocks, q.device) if paired else (q, q, q)
+    release = tuning_data.RELEASE_FIRST
+    if epilogue.kind == "partial":
+        release = tuning_data.hopper_merging(tokens * heads, splits).release
+    parts = [(epilogue, 0, whole, splits, WAIT_FIRST if pdl else 0, release)]
+    if tail is not None:
+        shares, count = tail.out.shape[:2]
+        merging = tuning_data.hopper_merging(count * heads, shares, tail=True)
+        parts.append((tail, whole, count, shares, WAIT_LAST, merging.release))
+    for to, first, count, shares, wait, release in parts:
+        partial, rope, packed, out, scales = to.kind == "partial", to.cos is not None, to.packed, to.out, to.scales
+        cos = to.cos if to.cos is not None else out
+        if scales is not None and packed:
+            scales = scales.view(torch.int8)
+        at(attention_kernel, (min(sms, count * blocks * shares),))(
+            q,
+            kv,
+            kv if extra_kv is None else extra_kv,
+            q if lists is None else lists.index,
+            q if lists is None or lists.index2 is None else lists.index2,
+            q if lists is None or lists.length is None else lists.length,
+            q if lists is None or lists.length2 is None else lists.length2,
+            q if lists is None or lists.bias is None else lists.bias,
+            q if sink is None or partial else sink,
+            to.cos if rope else q,
+            to.sin if rope else q,
+            out,
+            out if scales is None else scales,
+            out if to.lse is None else to.lse,
+            values,
+            sums,
+            flags,
+            scale * LOG2E,
+            to.floor,
+            count * blocks * shares,
+            count,
+            first,
+            token0,
+            shares,
+            rows,
+            extra_rows,
+            0 if lists is None else lists.index.stride(0) // 2,
+            0 if lists is None or lists.index2 is None else lists.index2.stride(0) // 2,
+            kv_keys if lists is None else lists.width,
+            0 if lists is None else lists.width2,
+            kv.stride(0) // 16 if paged else 0,
+            extra_kv.stride(0) // 16 if paged and extra_kv is not None else 0,
+            queries,
+            window,
+            int(causal),
+            q.stride(0) // 8,
+            q.stride(1) // 8,
+            q.stride(2) // 8,
+            cos.shape[0] if rope else 1,
+            out.shape[1] if partial else total,
+            token0 + first if to is tail else 0,
+            scales.shape[-1] // (4 if packed else 1) if scales is not None else 0,
+            wait,
+            release,
+            HEADS=heads,
+            PER_GROUP=heads // to.groups,
+            HALF=cos.shape[1] if rope else 32,
+            FORM=1 if lists is None else 0,
+            POOLS=1 if extra_kv is None else 2,
+            HAS_LENGTH0=lists is not None and lists.length is not None,
+            HAS_LENGTH1=lists is not None and lists.length2 is not None,
+            HAS_BIAS=lists is not None and lists.bias is not None,
+            HAS_SINK=sink is not None and not partial,
+            BATCHED_KV=lists is None and batches > 1 and kv.dim() == 3 and kv.shape[0] > 1,
+            STRIDE0=_row_stride(kv) if page_sizes is None else page_sizes[0],
+            STRIDE1=_row_stride(kv if extra_kv is None else extra_kv) if page_sizes is None else page_sizes[1],
+            EPILOGUE=KINDS[to.kind],
+            BLOCK=to.block,
+            POWER_OF_TWO=to.scale_rule == "ue8m0",
+            PACKED=packed,
+            BATCHED=batches > 1,
+            ROPE_SHARED=rope and cos.shape[0] != total,
+            PAGED=paged,
+            PAIRED=paired,
+            # the space that it needs is free where codes are written, which take half of that of other outputs
+            AHEAD=paged and to.kind == "quant",
+            num_warps=4,
+            **({"launch_pdl": True} if wait else {}),
+            **(TUNING | (PAGED_TUNING if paged else {}) | (tuning or {})),
+        )
 
 
 def launch_gathered(
@@ -249,7 +237,7 @@ def launch_gathered(
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     splits: int = 1,
-    merge: Shares | None = None,
+    tail: Epilogue | None = None,
     token0: int = 0,
     pdl: bool = False,
     tuning: dict[str, int] | None = None,
@@ -259,9 +247,11 @@ def launch_gathered(
     indices [T, Kk] int32 or int64, negative or past the pool = invalid; lengths [T]: only the first lengths[t] columns
     count. One softmax over both pools. Writes `epilogue`; with kind "partial" its out has `splits` as leading size.
     T must be positive. With fewer than T lists these belong to the tokens from token0 on, and only those are done.
-    pdl: start while the kernel before, which must be the one that writes `kv`, finishes.
+    tail: partials [P, t, H, 512] of the last t tokens, whose keys are cut into P shares by a launch behind that of the
+    others; its memory must have been allocated before. pdl: start while the kernel before, which must be the one that
+    writes `kv`, finishes.
     """
-    lists, extra_kv = _two_lists(q, kv, indices, lengths, extra_kv, extra_indices, extra_lengths)
+    lists, extra_kv = two_lists(q, kv, indices, lengths, extra_kv, extra_indices, extra_lengths)
     _launch(
         q.unsqueeze(0),
         kv,
@@ -273,7 +263,7 @@ def launch_gathered(
         token0=token0,
         tokens=indices.shape[0],
         splits=splits,
-        merge=merge,
+        tail=tail,
         pdl=pdl,
         tuning=tuning,
     )
@@ -299,14 +289,14 @@ def launch_paged(
     extra_lengths: Tensor | None = None,
     extra_page_size: int = 1,
     splits: int = 1,
-    merge: Shares | None = None,
+    tail: Epilogue | None = None,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """:func:`launch_gathered` over rows of paged FP8 caches, given as bytes [P, page_size * 584] (`pages_aligned`).
 
     An index is page * page_size + offset.
     """
-    lists, extra_pages = _two_lists(q, pages, indices, lengths, extra_pages, extra_indices, extra_lengths)
+    lists, extra_pages = two_lists(q, pages, indices, lengths, extra_pages, extra_indices, extra_lengths)
     _launch(
         q.unsqueeze(0),
         pages,
@@ -317,37 +307,10 @@ def launch_paged(
         extra_kv=extra_pages,
         tokens=indices.shape[0],
         splits=splits,
-        merge=merge,
+        tail=tail,
         page_sizes=(page_size, extra_page_size if extra_pages is not None else page_size),
         tuning=tuning,
     )
-
-
-def _two_lists(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    lengths: Tensor | None,
-    extra_kv: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_lengths: Tensor | None,
-) -> tuple[_Lists, Tensor | None]:
-    """Key lists of one or two pools as the kernel reads them, and the second pool if it is used."""
-    tokens = indices.shape[0]
-    # no column is read where there is none: any non-empty tensor of the right dtype stands in
-    width = indices.shape[1] if kv.numel() else 0
-    indices = _even_rows(indices) if indices.numel() else q.new_empty(tokens, 2, dtype=indices.dtype)
-    lengths = None if lengths is None else lengths.contiguous()
-    lists = _Lists(indices, width, lengths)
-    if extra_indices is not None and extra_kv is not None and extra_indices.numel():
-        second = _even_rows(extra_indices)
-        if second.dtype != indices.dtype:  # the kernel reads both lists through one pointer type
-            second, indices = second.long(), indices.long()
-        extra_lengths = None if extra_lengths is None else extra_lengths.contiguous()
-        lists = _Lists(indices, lists.width, lengths, None, second, second.shape[1], extra_lengths)
-    else:
-        extra_kv = None
-    return lists, extra_kv
 
 
 def launch_dense(
@@ -361,7 +324,7 @@ def launch_dense(
     causal: bool = False,
     window: int = 0,
     splits: int = 1,
-    merge: Shares | None = None,
+    tail: Epilogue | None = None,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """Attention of q [B, S, H, 512] over kv [B or 1, N, 512] with causality, sliding window and mask [B or 1, S, N].
@@ -382,7 +345,7 @@ def launch_dense(
             lists=None,
             tokens=total,
             splits=splits,
-            merge=merge,
+            tail=tail,
             causal=causal,
             window=window,
             tuning=tuning,
@@ -411,7 +374,7 @@ def launch_dense(
             length=length,
             key_stride_batch=keys if kv.shape[0] > 1 else 0,
         )
-        lists = _Lists(index, keys, length, bias)
+        lists = Lists(index, keys, length, bias)
         _launch(
             q,
             kv,
@@ -422,6 +385,6 @@ def launch_dense(
             token0=token0,
             tokens=tokens,
             splits=splits,
-            merge=merge,
+            tail=tail,
             tuning=tuning,
         )

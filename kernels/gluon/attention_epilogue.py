@@ -53,6 +53,7 @@ class Output:
     sin: gl.tensor
     rope_period: gl.tensor  # token t uses row t % rope_period
     total: gl.tensor  # T: tokens of the outputs, all launches together
+    origin: gl.tensor  # first token that partials hold
     padded: gl.tensor  # M = ceil(T/4)*4
     floor: gl.tensor  # smallest absolute maximum
     HEADS: gl.constexpr
@@ -67,7 +68,7 @@ class Output:
 
     @gluon.constexpr_function
     def __init__(
-        self, out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
+        self, out, scales, lse, sink, cos, sin, rope_period, total, origin, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     ):  # fmt: skip
         self.out = out
@@ -78,6 +79,7 @@ class Output:
         self.sin = sin
         self.rope_period = rope_period
         self.total = total
+        self.origin = origin
         self.padded = padded
         self.floor = floor
         self.HEADS = gl.constexpr(HEADS)
@@ -96,7 +98,7 @@ class Output:
         if self.EPILOGUE == EPILOGUE_PLAIN:
             row = token.to(gl.int64) * self.HEADS + head
         elif self.EPILOGUE == EPILOGUE_PARTIAL:
-            row = (split.to(gl.int64) * self.total + token) * self.HEADS + head
+            row = (split.to(gl.int64) * self.total + token - self.origin) * self.HEADS + head
         else:
             group = head // self.PER_GROUP
             row = (group.to(gl.int64) * self.total + token) * self.PER_GROUP + head % self.PER_GROUP
@@ -132,7 +134,7 @@ class Output:
         head = block * TILE + gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
         if self.EPILOGUE == EPILOGUE_PARTIAL:
             if STORE_LSE:
-                pointer = self.lse + (split.to(gl.int64) * self.total + token) * self.HEADS + head
+                pointer = self.lse + (split.to(gl.int64) * self.total + token - self.origin) * self.HEADS + head
                 gl.store(pointer, (maximum + gl.log2(sums)) * LN2, mask=(head < self.HEADS))
         elif self.HAS_SINK:
             sums += exp2_approx(sink - maximum)
@@ -160,7 +162,7 @@ class Output:
         gl.store(pointer, staging.load(WIDE), mask=gl.expand_dims((head < self.HEADS), 1))
 
     @gluon.jit
-    def chunk(self, x, staging, block, token, split, CHUNK: gl.constexpr):
+    def chunk(self, x, staging, block, token, split, CHUNK):
         """Finish one normalised fp32 chunk x[64, 128] of the heads' columns CHUNK * 128 to CHUNK * 128 + 127."""
         if self.EPILOGUE == EPILOGUE_QUANT:
             codes = self.quantise(x, block, token, CHUNK)
@@ -179,7 +181,7 @@ class Output:
             self.store_tile(x.to(self.out.dtype.element_ty), buffer, block, token, split, CHUNK * COLUMNS)
 
     @gluon.jit
-    def quantise(self, x, block, token, CHUNK: gl.constexpr):
+    def quantise(self, x, block, token, CHUNK):
         """Codes of x[64, 128]; stores its blocks' scales and, for the last token, zeros in the padding columns."""
         PARTS: gl.constexpr = COLUMNS // self.BLOCK
         if PARTS == 1:
@@ -214,7 +216,7 @@ class Output:
         return y
 
     @gluon.jit
-    def store_scales(self, scale, block, token, CHUNK: gl.constexpr):
+    def store_scales(self, scale, block, token, CHUNK):
         """Store scale[64] (or [64, 4] for blocks of 32) in either storage."""
         PARTS: gl.constexpr = COLUMNS // self.BLOCK
         if PARTS == 1:
@@ -253,3 +255,12 @@ class Output:
             cos, sin = rope
             x = self.rotate(x, cos, sin)
         self.chunk(x, staging, block, token, split, HALF_OF_HEAD * 2 + 1)
+
+    @gluon.jit
+    def finish_chunk(self, x, sums, maximum, sink, rope, staging, block, token, which, HALF_OF_HEAD: gl.constexpr):
+        """Normalise and write one of a warpgroup's two accumulators [64, 128], the one with number `which` (0 or 1)."""
+        x = x * per_row(self.denominator(sums, maximum, sink, block, token, which, False))
+        if HALF_OF_HEAD == 1 and self.EPILOGUE != EPILOGUE_PLAIN:
+            cos, sin = rope
+            x = self.rotate(x, gl.where(which == 1, cos, 1.0), gl.where(which == 1, sin, 0.0))
+        self.chunk(x, staging, block, token, which * 0, HALF_OF_HEAD * 2 + which)

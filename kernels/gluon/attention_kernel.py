@@ -4,8 +4,8 @@
 
 Three warpgroups per CTA, one CTA per SM, each walking through the jobs (token, 64 heads, share of the keys):
 
-- `producer` gathers key rows with cp.async: 64 keys (a tile) in four chunks of 128 columns, two tiles (a pair) ahead.
-  Over FP8 pages there are two warpgroups in its place, which decode the rows (attention_pages.py).
+- `producer` (attention_rows.py) gathers key rows: 64 keys (a tile) in four chunks of 128 columns, two tiles (a pair)
+  ahead. Over FP8 pages there are two warpgroups in its place, which decode the rows (attention_pages.py).
 - `consumer_left` computes the scores of the first tile of each pair and owns output columns 0..255.
 - `consumer_right` computes the scores of the second tile and owns columns 256..511.
 
@@ -21,7 +21,6 @@ for the score products alike. A barrier's parity is the running number of pairs 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
@@ -30,9 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .attention_epilogue import Output
-from .attention_merge import finish_job
 from .attention_pages import Pages, pages_producer
-from .attention_shared import ROWS_OF_16_BYTES, allocate_shared, load_q
+from .attention_pairs import finish_job
+from .attention_rows import producer
+from .attention_shared import RELEASE_FIRST, RELEASE_LAST, WAIT_FIRST, WAIT_LAST, allocate_shared
 from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
@@ -46,7 +46,6 @@ from .hopper import (
     Keys,
     exp2_approx,
     pin,
-    pin_int,
     rescale,
 )
 
@@ -159,17 +158,15 @@ def left_pair(sh, j, last, absent, parity, s, term, m, l, oa, ob, scale, OUTSTAN
 
 
 @gluon.jit
-def consumer_left(
-    sh, keys, jobs, output, shares, flags, scale, OUTSTANDING: gl.constexpr, MERGE: gl.constexpr
-):  # fmt: skip
+def consumer_left(sh, keys, jobs, output, meeting, scale, OUTSTANDING: gl.constexpr):
     """Scores of each pair's first tile; output columns 0..255."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0  # pairs finished by this CTA
     turn = 0  # jobs finished by this CTA
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, splits, list_row, token = jobs.place(job)
+        block, split, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, end, pairs = jobs.share(split, splits, count0, count1)
+        low, end, pairs = jobs.share(split, count0, count1)
         odd = end - low < 2 * pairs  # the last pair has no second tile
         z = job >> 30
         parity = done & 1
@@ -198,8 +195,7 @@ def consumer_left(
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        place = (block, list_row, token, split, splits)
-        finish_job(output, shares, flags, jobs, oa, ob, sums, m, sink, (), sh.p[0], place, 0, MERGE)
+        finish_job(output, meeting, oa, ob, sums, m, sink, (), sh.p[0], jobs, (block, token, split, list_row), 0)
         done += pairs
         turn += 1
 
@@ -276,17 +272,15 @@ def right_first(sh, j, parity, m, l, oa, ob):
 
 
 @gluon.jit
-def consumer_right(
-    sh, keys, jobs, output, shares, flags, scale, MERGE: gl.constexpr
-):  # fmt: skip
+def consumer_right(sh, keys, jobs, output, meeting, scale, release):
     """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, splits, list_row, token = jobs.place(job)
+        block, split, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, end, pairs = jobs.share(split, splits, count0, count1)
+        low, end, pairs = jobs.share(split, count0, count1)
         odd = end - low < 2 * pairs
         m = gl.full([TILE], START_MAX, gl.float32, ROWS)
         l = gl.zeros([TILE], gl.float32, ROWS)
@@ -301,6 +295,8 @@ def consumer_right(
                 m, l, oa, ob = right_first(sh, j, parity, m, l, oa, ob)
             else:
                 m, l, oa, ob = right_pair(sh, j, last, parity, m, l, oa, ob, scale)
+        if release == RELEASE_LAST:
+            gdc_launch_dependents()
         sink = output.load_sink(block)
         rope = output.load_rope(token)
         sh.stats[3].store(l)
@@ -308,79 +304,31 @@ def consumer_right(
         mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
         mbarrier.wait(sh.empty[5], (done + pairs - 1) & 1)
-        place = (block, list_row, token, split, splits)
-        finish_job(output, shares, flags, jobs, oa, ob, sums, m, sink, rope, sh.p[1], place, 1, MERGE)
+        finish_job(output, meeting, oa, ob, sums, m, sink, rope, sh.p[1], jobs, (block, token, split, list_row), 1)
         done += pairs
         turn += 1
 
 
-@gluon.jit
-def gather_chunk(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
-    """Refill one chunk of tile `half` of the pair once it is free. Invalid keys get zeros and read nothing, so that no
-    pool's content can leak."""
-    mbarrier.wait(sh.empty[CHUNK], parity, pred=half == 0)
-    mbarrier.wait(sh.empty[4 + CHUNK], parity, pred=half != 0)
-    async_copy.async_copy_global_to_shared(sh.k.index(half * 4 + CHUNK), pointers + COLUMNS * CHUNK, mask=valid)
-    if half == 0:
-        async_copy.mbarrier_arrive(sh.full[CHUNK], increment_count=False)
-    else:
-        async_copy.mbarrier_arrive(sh.full[4 + CHUNK], increment_count=False)
-
-
-@gluon.jit
-def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
-    """Load q and the key rows of every job, as far ahead as the buffers allow."""
-    lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
-    done = 0
-    turn = 0
-    for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, splits, list_row, token = jobs.place(job)
-        first, count0, count1 = keys.counts(token, list_row)
-        low, end, pairs = jobs.share(split, splits, count0, count1)
-        index = keys.load_tile(low, end, lane, list_row, first, count0, count1)
-        load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
-        for j in range(0, pairs):
-            parity = (done & 1) ^ 1
-            for half in range(2):
-                tile = low + 2 * j + half
-                index = pin_int(index)
-                valid = keys.valid(index, tile, count0)
-                term = keys.term(valid, tile, lane, list_row, count0)
-                pointers = gl.expand_dims(keys.locate(index, tile, count0), 1) + column
-                mask = gl.expand_dims(valid, 1)
-                index = keys.load_tile(tile + 1, end, lane, list_row, first, count0, count1)
-                gather_chunk(sh, pointers, mask, parity, half, 0)
-                sh.terms.index(half).store(term)
-                mbarrier.arrive(sh.terms_ready[0], pred=half == 0)
-                mbarrier.arrive(sh.terms_ready[1], pred=half != 0)
-                gather_chunk(sh, pointers, mask, parity, half, 2)
-                gather_chunk(sh, pointers, mask, parity, half, 1)
-                gather_chunk(sh, pointers, mask, parity, half, 3)
-            done += 1
-        turn += 1
-
-
 RUNTIME_INTEGERS = [
-    "jobs_count", "tokens", "token0", "whole", "splits", "rows0", "rows1", "index_stride0",
+    "jobs_count", "tokens", "first", "token0", "splits", "rows0", "rows1", "index_stride0",
     "index_stride1", "width0", "width1", "page_stride0", "page_stride1", "queries", "window", "causal",
     "q_batch_stride", "q_token_stride",
-    "q_head_stride", "rope_period", "total", "padded", "wait", "release", "scale", "floor",
+    "q_head_stride", "rope_period", "total", "origin", "padded", "wait", "release", "scale", "floor",
 ]  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
 def attention_kernel(
     q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse, shares, share_lse, flags,
-    scale, floor, jobs_count, tokens, token0, whole, splits, rows0, rows1, index_stride0, index_stride1,
+    scale, floor, jobs_count, tokens, first, token0, splits, rows0, rows1, index_stride0, index_stride1,
     width0, width1, page_stride0, page_stride1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
-    rope_period, total, padded, wait, release,
+    rope_period, total, origin, padded, wait, release,
     HEADS: gl.constexpr, PER_GROUP: gl.constexpr, HALF: gl.constexpr, FORM: gl.constexpr, POOLS: gl.constexpr,
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, OUTSTANDING: gl.constexpr, MERGE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, AHEAD: gl.constexpr, PAIRED: gl.constexpr,
+    OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
     keys = Keys(
@@ -388,15 +336,16 @@ def attention_kernel(
         length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
         STRIDE0, STRIDE1,
     )  # fmt: skip
-    jobs = Jobs(jobs_count, tokens, token0, whole, splits, HEADS, MERGE or EPILOGUE == EPILOGUE_PARTIAL)
+    SPLIT: gl.constexpr = PAIRED or EPILOGUE == EPILOGUE_PARTIAL
+    jobs = Jobs(jobs_count, tokens, first, token0, splits, HEADS, SPLIT, PAIRED)
     output = Output(
-        out, scales, lse, sink, cos, sin, rope_period, total, padded, floor,
+        out, scales, lse, sink, cos, sin, rope_period, total, origin, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
-    meeting = (shares, share_lse)
-    if wait != 0:
+    meeting = (shares, share_lse, flags)
+    if wait == WAIT_FIRST:
         gdc_wait()
-    if release != 0:
+    if release == RELEASE_FIRST:
         gdc_launch_dependents()
     sh = allocate_shared(PAGED)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
@@ -407,10 +356,10 @@ def attention_kernel(
         )  # fmt: skip
         gl.warp_specialize(
             [
-                (consumer_right, (sh, keys, jobs, output, meeting, flags, scale, MERGE)),
-                (consumer_left, (sh, keys, jobs, output, meeting, flags, scale, OUTSTANDING, MERGE)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 0)),
-                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, 1)),
+                (consumer_right, (sh, keys, jobs, output, meeting, scale, release)),
+                (consumer_left, (sh, keys, jobs, output, meeting, scale, OUTSTANDING)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, AHEAD, 0)),
+                (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, AHEAD, 1)),
             ],
             [4, 4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -418,10 +367,12 @@ def attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer_right, (sh, keys, jobs, output, meeting, flags, scale, MERGE)),
-                (consumer_left, (sh, keys, jobs, output, meeting, flags, scale, OUTSTANDING, MERGE)),
+                (consumer_right, (sh, keys, jobs, output, meeting, scale, release)),
+                (consumer_left, (sh, keys, jobs, output, meeting, scale, OUTSTANDING)),
                 (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
+    if wait == WAIT_LAST:  # or this kernel could be done, and let others go on, before the one that it runs beside is
+        gdc_wait()

@@ -113,6 +113,26 @@ def join_pieces(left, right):
 
 
 @gluon.jit
+def start_ahead(sh, pointers, valid, HALF: gl.constexpr):
+    """Copy the codes of chunk 2 to the unused half of a buffer for probabilities, before their own is free."""
+    codes = sh.p[HALF].index(1)._reinterpret(gl.int32, [TILE, 2 * PIECE], CODES)
+    async_copy.async_copy_global_to_shared(codes, pointers + 2 * (2 * PIECE), mask=gl.expand_dims(valid, 1))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def finish_ahead(sh, exponents, parity, HALF: gl.constexpr):
+    """Decode what `start_ahead` has brought, which has landed, into chunk 2's buffer once that is free."""
+    codes = sh.p[HALF].index(1)._reinterpret(gl.int32, [TILE, 2 * PIECE], CODES)
+    values = sh.k._reinterpret(gl.int32, [8, TILE, 4 * PIECE], VALUES)
+    mbarrier.wait(sh.empty[HALF * 4 + 2], parity)
+    left, right = split_pieces(codes.load(WORDS))
+    values.index(HALF * 4 + 2).store(join_pieces(decode(left, exponents), decode(right, exponents >> 8)))
+    fence_async_shared()
+    mbarrier.arrive(sh.full[HALF * 4 + 2])
+
+
+@gluon.jit
 def start_chunk(sh, pointers, valid, parity, HALF: gl.constexpr, CHUNK: gl.constexpr):
     """Copy a chunk's codes into its buffer once that is free; of the last chunk, the bf16 values to where they belong.
     Invalid keys get zeros and read nothing."""
@@ -145,17 +165,22 @@ def finish_chunk(sh, exponents, HALF: gl.constexpr, CHUNK: gl.constexpr, BEHIND:
 
 
 @gluon.jit
-def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, HALF: gl.constexpr):
+def pages_producer(
+    sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, AHEAD: gl.constexpr, HALF: gl.constexpr
+):  # fmt: skip
     """Decode the key rows of tile HALF of every pair of every job, as far ahead as the buffers allow; the first
-    producer loads q as well."""
+    producer loads q as well.
+
+    AHEAD: the upper halves of the buffers for probabilities are not used by another job's output meanwhile.
+    """
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
     word = gl.expand_dims(gl.arange(0, 2 * PIECE, gl.SliceLayout(0, WORDS)), 0)
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
-        block, split, splits, list_row, token = jobs.place(job)
+        block, split, list_row, token = jobs.place(job)
         first, count0, count1 = keys.counts(token, list_row)
-        low, end, pairs = jobs.share(split, splits, count0, count1)
+        low, end, pairs = jobs.share(split, count0, count1)
         index = keys.load_tile(low + HALF, end, lane, list_row, first, count0, count1)
         if HALF == 0:
             load_q(sh, jobs, keys, q, q_strides, block, token, turn, BATCHED)
@@ -168,15 +193,28 @@ def pages_producer(sh, keys, pages, jobs, q, q_strides, BATCHED: gl.constexpr, H
             exponents_high = gl.load(exponents + 1, mask=valid, other=0)
             index = keys.load_tile(tile + 2, end, lane, list_row, first, count0, count1)
             pointers = gl.expand_dims(values, 1) + word
-            start_chunk(sh, pointers, valid, parity, HALF, 0)
-            sh.terms.index(HALF).store(gl.where(valid, 0.0, MASKED_SCORE))
-            start_chunk(sh, pointers, valid, parity, HALF, 2)
-            start_chunk(sh, pointers, valid, parity, HALF, 1)
-            mbarrier.arrive(sh.terms_ready[HALF])
-            finish_chunk(sh, exponents_low, HALF, 0, 2)
-            start_chunk(sh, pointers, valid, parity, HALF, 3)
-            finish_chunk(sh, exponents_high, HALF, 2, 2)
-            finish_chunk(sh, exponents_low, HALF, 1, 1)
-            finish_chunk(sh, exponents_high, HALF, 3, 0)
+            if AHEAD:
+                # Chunks 1 to 3 become free together, at the end of a pair, and 2 is the first that is needed then.
+                start_ahead(sh, pointers, valid, HALF)
+                start_chunk(sh, pointers, valid, parity, HALF, 0)
+                sh.terms.index(HALF).store(gl.where(valid, 0.0, MASKED_SCORE))
+                mbarrier.arrive(sh.terms_ready[HALF])
+                finish_chunk(sh, exponents_low, HALF, 0, 0)
+                start_chunk(sh, pointers, valid, parity, HALF, 1)
+                finish_ahead(sh, exponents_high, parity, HALF)
+                start_chunk(sh, pointers, valid, parity, HALF, 3)
+                finish_chunk(sh, exponents_low, HALF, 1, 1)
+                finish_chunk(sh, exponents_high, HALF, 3, 0)
+            else:
+                start_chunk(sh, pointers, valid, parity, HALF, 0)
+                sh.terms.index(HALF).store(gl.where(valid, 0.0, MASKED_SCORE))
+                start_chunk(sh, pointers, valid, parity, HALF, 2)
+                start_chunk(sh, pointers, valid, parity, HALF, 1)
+                mbarrier.arrive(sh.terms_ready[HALF])
+                finish_chunk(sh, exponents_low, HALF, 0, 2)
+                start_chunk(sh, pointers, valid, parity, HALF, 3)
+                finish_chunk(sh, exponents_high, HALF, 2, 2)
+                finish_chunk(sh, exponents_low, HALF, 1, 1)
+                finish_chunk(sh, exponents_high, HALF, 3, 0)
             done += 1
         turn += 1

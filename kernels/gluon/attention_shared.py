@@ -13,6 +13,12 @@ from .hopper import COLUMNS, HEAD_DIM, TILE, allocate_barrier
 # three warpgroups share one instruction cache).
 ROWS_OF_16_BYTES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
+# When a launch waits for the kernel before it, and when it lets the next one be launched (0: not before its end).
+WAIT_FIRST = gl.constexpr(1)
+WAIT_LAST = gl.constexpr(2)
+RELEASE_FIRST = gl.constexpr(1)
+RELEASE_LAST = gl.constexpr(2)
+
 
 @aggregate
 class Shared:

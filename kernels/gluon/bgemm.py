@@ -13,6 +13,8 @@ from ..tuning.bgemm import Form, hopper_form
 from .gate import hopper_reason
 
 TUNING = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40}
+# Few tokens need few registers, and leave the rest to the CTAs of the kernel before: these start beside them.
+SWAP_TUNING = {"CONSUMER_REGISTERS": 80, "PRODUCER_REGISTERS": 40, "maxnreg": 72}
 
 
 def unsupported_reason(
@@ -60,7 +62,7 @@ def launch(
     codes [G, T, K] and weight [G, R, K] float8_e4m3fn; scales fp32 [G, K/128, M] or int32 [G, K/512, M] (four exponent
     bytes per word, lowest block in the low byte), M >= T a multiple of 4; weight_scales [G, R/128, K/128] fp32,
     float8_e8m0fnu or uint8 exponents; out [T, G, R] contiguous, 16-bit. T must be positive. pdl: start while the kernel
-    before finishes, and wait for it before any operand is read.
+    before finishes, and wait for it before any operand is read; let a kernel behind start likewise.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -96,7 +98,7 @@ def launch(
         "PDL": pdl,
         "num_warps": 4,
         **({"launch_pdl": True} if pdl else {}),
-        **(TUNING | (tuning or {})),
+        **((SWAP_TUNING if form.swap else TUNING) | (tuning or {})),
     }
     grid = (min(sms, count),)
     if form.overlapped:
@@ -107,6 +109,7 @@ def launch(
         return
     at(bgemm_kernel, grid)(
         *arguments,
+        weight,
         out,
         *sizes,
         GROUPS=groups,
@@ -114,5 +117,6 @@ def launch(
         WEIGHT_ROWS=form.weight_rows,
         BLOCKS=form.blocks,
         SWAP=form.swap,
+        PREFETCH=form.prefetch if pdl and blocks_t == 1 else 0,
         **options,
     )

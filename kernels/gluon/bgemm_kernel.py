@@ -17,6 +17,11 @@ warpgroup takes every second block, and the two sums meet in shared memory.
 
 The loop over K is not unrolled and reads stages by a running index: the loops of all three warpgroups stay within the
 instruction cache. BLOCKS blocks of K make one stage where tiles are small, so that a step's latency is shared.
+
+For few tokens the product is a stream of weights, and memory is idle while the small kernel before it runs. Few
+registers let a CTA start beside that kernel's, and before it waits for it, it asks for the first PREFETCH bytes of its
+weight rows to be brought into the L2 cache. That reads nothing: whoever writes the weight until then writes to that
+same cache, and the loads proper come after the wait.
 """
 
 from triton.experimental import gluon
@@ -29,9 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.core import _aggregate as aggregate
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import allocate_barrier, pin
+from .hopper import allocate_barrier, pin, prefetch_rows
 
 BLOCK = gl.constexpr(128)  # of K
 ROWS = gl.constexpr(64)  # M of one matrix product
@@ -168,11 +173,14 @@ def write_half(x, staging, out, offset, row0, inside, WIDE: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    ring, staging, tiles, scales, out, WHICH: gl.constexpr, SWAP: gl.constexpr, GROUPS: gl.constexpr,
-    PDL: gl.constexpr,
+    ring, staging, tiles, scales, out, weight, WHICH: gl.constexpr, SWAP: gl.constexpr, GROUPS: gl.constexpr,
+    PDL: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WHICH of two: its share of every tile."""
     if PDL:
+        if PREFETCH > 0 and WHICH == 1:  # not in the producer, whose first copies are urgent
+            row0 = gl.program_id(0) * tiles.WEIGHT_ROWS  # of the CTA's first tile, where the tokens are one tile
+            prefetch_rows(weight, row0, tiles.K_BLOCKS * BLOCK, tiles.WEIGHT_ROWS, PREFETCH)
         gdc_wait()
     N: gl.constexpr = tiles.TOKENS if SWAP else (64 if tiles.TOKENS == 64 else 128)
     HALVES: gl.constexpr = 2 if tiles.TOKENS == 256 else 1
@@ -273,13 +281,18 @@ def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constex
 
 @gluon.jit(do_not_specialize=["tiles_count", "tokens", "blocks_t", "padded"])
 def bgemm_kernel(
-    x_rows, w_rows, scale_rows, w_scales, out, tiles_count, tokens, blocks_t, padded,
+    x_rows, w_rows, scale_rows, w_scales, weight, out, tiles_count, tokens, blocks_t, padded,
     GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
     WEIGHT_ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, SWAP: gl.constexpr,
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    PREFETCH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K]; scale_rows: of all token scales, flat; see `launch`."""
+    """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K], `weight`; scale_rows: of all token scales, flat.
+
+    See `launch`. PREFETCH: bytes of each weight row, only where there is one tile of tokens.
+    """
+    if PDL:
+        gdc_launch_dependents()
     tiles = Tiles(tiles_count, tokens, blocks_t, ROW_TILES, K_BLOCKS, TOKENS, WEIGHT_ROWS, STAGES, BLOCKS)
     scales = WeightScales(w_scales, BYTES_W, PACKED_X)
     SLOTS: gl.constexpr = STAGES * BLOCKS
@@ -304,8 +317,8 @@ def bgemm_kernel(
     ring = Ring(x, w, raw, full, empty, sums, allocate_barrier(1), allocate_barrier(1))
     gl.warp_specialize(
         [
-            (consumer, (ring, staging0, tiles, scales, out, 0, SWAP, GROUPS, PDL)),
-            (consumer, (ring, staging1, tiles, scales, out, 1, SWAP, GROUPS, PDL)),
+            (consumer, (ring, staging0, tiles, scales, out, weight, 0, SWAP, GROUPS, PDL, PREFETCH)),
+            (consumer, (ring, staging1, tiles, scales, out, weight, 1, SWAP, GROUPS, PDL, PREFETCH)),
             (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
         ],
         [4, 4],

@@ -63,6 +63,24 @@ def pin_int(x):
     return gl.inline_asm_elementwise("// pin $0", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
+@gluon.constexpr_function
+def _prefetch_asm(size):
+    return f"cp.async.bulk.prefetch.L2.global [$1], {size}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def prefetch_rows(pointer, row0, stride, ROWS: gl.constexpr, BYTES: gl.constexpr):
+    """Bring the first BYTES (a multiple of 16) of ROWS rows from `row0` on, `stride` bytes apart, into the L2 cache.
+
+    To be called by one warpgroup. A hint: it returns at once, and memory may drop part of what is asked for too fast.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    ASM: gl.constexpr = _prefetch_asm(BYTES)
+    row = row0 + gl.arange(0, ROWS, LAYOUT)
+    address = (pointer + row.to(gl.int64) * stride).to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise(ASM, "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
+
+
 def _rescale_asm() -> tuple[str, str]:
     """PTX that multiplies 64 registers by their row's factor unless all factors of the warp are 1, and its constraints.
 
@@ -246,47 +264,49 @@ class Keys:
 
 @aggregate
 class Jobs:
-    """The jobs that persistent CTAs walk through: first `whole` rows (token, head block; the block fastest) with all
-    their keys, then the shares of the other rows, (share, row), the row fastest."""
+    """The jobs that persistent CTAs walk through: rows (token, head block; the block fastest), or shares of their keys,
+    (share, row), the row fastest. PAIRED: every row has two shares, one job behind the other."""
 
     count: gl.tensor
     tokens: gl.tensor  # tokens of this launch
-    token0: gl.tensor  # first of them in q and in the outputs; index lists start at row 0
-    whole: gl.tensor
-    splits: gl.tensor  # shares of each row that is not whole
+    first: gl.tensor  # index list of the first of them
+    token0: gl.tensor  # token, in q and in the outputs, of index list 0
+    splits: gl.tensor  # shares of each row
     HEADS: gl.constexpr
-    SPLIT: gl.constexpr  # whether there are rows that are not whole
+    SPLIT: gl.constexpr  # whether rows are cut into shares
+    PAIRED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, count, tokens, token0, whole, splits, HEADS, SPLIT):
+    def __init__(self, count, tokens, first, token0, splits, HEADS, SPLIT, PAIRED):
         self.count = count
         self.tokens = tokens
+        self.first = first
         self.token0 = token0
-        self.whole = whole
         self.splits = splits
         self.HEADS = gl.constexpr(HEADS)
         self.SPLIT = gl.constexpr(SPLIT)
+        self.PAIRED = gl.constexpr(PAIRED)
 
     @gluon.jit
     def place(self, job):
-        """(head block, share, number of shares, row of the index list, token) of a job."""
+        """(head block, share, row of the index list, token) of a job."""
         blocks: gl.constexpr = (self.HEADS + TILE - 1) // TILE
         split = job * 0
-        splits = split + 1
-        if self.SPLIT:  # runtime divisions are slow: none without need
-            cut = job - self.whole
-            rows = self.tokens * blocks - self.whole
-            split = gl.where(cut < 0, 0, cut // rows)
-            splits = gl.where(cut < 0, 1, self.splits)
+        if self.PAIRED:
+            split = job & 1
+            job = job >> 1
+        elif self.SPLIT:  # runtime divisions are slow: none without need
+            rows = self.tokens * blocks
+            split = job // rows
             job -= split * rows
-        list_row = job // blocks
+        list_row = self.first + job // blocks
         block = job % blocks
         if blocks == 1:
             block = job >> 30  # zero, but not a constant: the compiler would keep all that it implies in registers
-        return block, split, splits, list_row, self.token0 + list_row
+        return block, split, list_row, self.token0 + list_row
 
     @gluon.jit
-    def share(self, split, splits, count0, count1):
+    def share(self, split, count0, count1):
         """A job's tiles [low, end) and how many pairs they make: at least one, so that every job writes its output.
 
         The last pair's second tile is absent where the number of tiles is odd.
@@ -294,7 +314,7 @@ class Jobs:
         end = gl.cdiv(count0, TILE) + gl.cdiv(count1, TILE)
         low = split
         if self.SPLIT:
-            tiles = gl.maximum(gl.cdiv(end, splits), 1)
+            tiles = gl.maximum(gl.cdiv(end, self.splits), 1)
             low = split * tiles
             end = gl.minimum(end, low + tiles)
         pairs = gl.maximum((end - low + 1) // 2, 1)

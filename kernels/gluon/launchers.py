@@ -9,6 +9,7 @@ Few tokens do not fill the GPU: their keys are split, and the merge kernel runs 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,64 +43,70 @@ def _quant(outs, cos, sin, groups, block, scale_rule, floor, pack_scales) -> Epi
     )
 
 
-def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None) -> None:
-    """Merge the partials of all splits and run `epilogue` there."""
+def _merge(epilogue: Epilogue, partials: Tensor, lse: Tensor, sink: Tensor | None, token0: int) -> None:
+    """Merge the partials of all splits, which are lost then, of the tokens from `token0` on, and run `epilogue` there.
+
+    What it reads besides was there before the attention started, and is loaded before it waits for that.
+    """
     from ..triton import merge as merging
     from ..triton import merge_rows
     from ..triton.epilogue import quant_mode
 
-    _, tokens, heads, dim = partials.shape
+    splits, tokens, heads, dim = partials.shape
+    how = tuning_data.hopper_merging(tokens * heads, splits, tail=token0 > 0)
+    more: dict[str, Any] = {"token0": token0, "ready": True, "last_use": True}
     if epilogue.kind == "plain":
-        out = epilogue.out.view(tokens, heads, dim)
-        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, merging.decide(partials, None))
+        out, decision = epilogue.out.view(-1, heads, dim), merging.decide(partials, None)
+        merging.merge_into(out, None, None, partials, lse, None, sink, 1.0, decision, **more)
         return
     cos, sin = epilogue.cos, epilogue.sin
     assert cos is not None and sin is not None
-    if cos.shape[0] != tokens:  # several sequences share one table
-        cos, sin = (table.repeat(tokens // table.shape[0], 1) for table in (cos, sin))
     quant = quant_mode(epilogue.scale_rule, epilogue.packed) if epilogue.kind == "quant" else 0
     after = merging.Epilogue(cos, sin, epilogue.groups, quant, epilogue.block, epilogue.floor)
     out = epilogue.out.view(torch.uint8) if quant else epilogue.out
-    if tiling := tuning_data.merge_tiling(tokens * heads, partials.shape[0]):
-        rows, num_warps = tiling
+    if how.tiling is not None:
+        rows, num_warps = how.tiling
         merge_rows.merge_rows_into(
-            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True
+            out, epilogue.scales, partials, lse, sink, after, rows=rows, num_warps=num_warps, pdl=True, **more
         )
         return
-    decision = merging.decide(partials, None, epilogue=True)
-    decision = replace(decision, pdl=True)
-    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after)
+    decision = replace(merging.decide(partials, None, epilogue=True), pdl=True)
+    merging.merge_into(out, epilogue.scales, None, partials, lse, None, sink, 1.0, decision, after, **more)
 
 
 def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, cut: bool = True) -> None:
-    """Run `launch(epilogue, sink, splits, workspace)`, its keys shared out as the plan says.
-
-    cut: `launch` is one kernel launch, which may split the rows of its last wave alone.
+def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, **forms: bool) -> None:
+    """Run `launch(epilogue, sink, splits, tail)`, its keys shared out as the plan says. forms: see attention.plan; cut:
+    `launch` is one over all tokens, which can compute its last tokens apart.
     """
     # A batch-invariant call is not split: the number of splits depends on the number of tokens.
-    chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), cut)
-    if chosen is None or chosen.splits == 1:
+    chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), **forms)
+    if chosen is None or not chosen.cut:
         launch(epilogue, sink, 1, None)
         return
-    if chosen.whole:
-        workspace = attention.shares(chosen, tokens, heads, device)
-        launch(epilogue, sink, 1 if workspace is None else chosen.splits, workspace)
+    if chosen.paired:
+        launch(epilogue, sink, chosen.splits, None)
+        return
+    sink = None if sink is None else sink.contiguous()
+    # Allocated before anything is launched: the launch that writes it does not wait for the one before.
+    partials = torch.empty(chosen.splits, chosen.cut, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
+    lse = torch.empty(chosen.splits, chosen.cut, heads, dtype=torch.float32, device=device)
+    shares = Epilogue("partial", partials, lse=lse)
+    if chosen.cut == tokens:
+        launch(shares, None, chosen.splits, None)
     else:
-        partials = torch.empty(chosen.splits, tokens, heads, gate.HEAD_DIM, dtype=torch.bfloat16, device=device)
-        lse = torch.empty(chosen.splits, tokens, heads, dtype=torch.float32, device=device)
-        launch(Epilogue("partial", partials, lse=lse), None, chosen.splits, None)
-        _merge(epilogue, partials, lse, sink)
+        launch(epilogue, sink, 1, shares)
+    _merge(epilogue, partials, lse, sink, tokens - chosen.cut)
 
 
 # Gathered attention: q [T, H, D], kv [N, D].
 def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_indices, extra_lengths) -> None:
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, tail: Epilogue | None) -> None:
         attention.launch_gathered(
             q,
             kv,
@@ -112,7 +119,7 @@ def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_in
             extra_indices=extra_indices,
             extra_lengths=extra_lengths,
             splits=splits,
-            merge=merge,
+            tail=tail,
         )
 
     _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
@@ -175,8 +182,10 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
     data = page_bytes(pages, page_size)
     extra = None if extra_pages is None else page_bytes(extra_pages, extra_page_size)
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
-        if attention.pages_aligned(data) and (extra is None or attention.pages_aligned(extra)):
+    aligned = attention.pages_aligned(data) and (extra is None or attention.pages_aligned(extra))
+
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, tail: Epilogue | None) -> None:
+        if aligned:
             attention.launch_paged(
                 q,
                 data,
@@ -191,7 +200,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
                 extra_lengths=extra_lengths,
                 extra_page_size=extra_page_size,
                 splits=splits,
-                merge=merge,
+                tail=tail,
             )
             return
         from ..triton.paged import decoded_chunks
@@ -200,11 +209,9 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
             q, pages, page_size, indices, lengths, extra_pages, extra_indices, extra_lengths, extra_page_size
         )
         for token0, _, rows, lists in chunks:
-            attention.launch_gathered(
-                q, rows, lists, sink, scale, to, splits=splits, merge=merge, token0=token0, pdl=True
-            )
+            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0, pdl=True)
 
-    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=False)
+    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=aligned, pair=not aligned)
 
 
 def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):
@@ -241,8 +248,8 @@ def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
     if mask is None and causal and window > 0:
         keys = min(keys, window)
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int, merge: attention.Shares | None) -> None:
-        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits, merge=merge)
+    def launch(to: Epilogue, sink: Tensor | None, splits: int, tail: Epilogue | None) -> None:
+        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits, tail=tail)
 
     _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device, cut=mask is None)
 

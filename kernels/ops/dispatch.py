@@ -97,6 +97,13 @@ def explain(op: str, args: tuple[Any, ...]) -> tuple[Launcher | None, list[str]]
     return None, reasons or [f"no kernel is registered for {op}"]
 
 
+def applicable(op: str, args: tuple[Any, ...]) -> list[Launcher]:
+    """Every launcher that could run ``op`` on ``args``: the first is the one that does, the others stand behind it."""
+    if explain(op, args)[0] is None:
+        return []
+    return [launcher for launcher in _launchers[op] if launcher.refuses(*args) is None]
+
+
 def select(op: str, args: tuple[Any, ...]) -> Launcher | None:
     """The launcher for this call, or None for the reference."""
     if first_tensor(args).device.type != "cuda":

@@ -10,6 +10,7 @@ read are served: elsewhere :func:`entry` names a reason, and callers go on launc
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -136,3 +137,31 @@ def undisturbed() -> bool:
         if hook is not None and getattr(hook, "calls", True):
             return False
     return not (runtime.debug or knobs.compilation.instrumentation_mode)
+
+
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_kept: set[int] = set()
+
+
+def keep_shared_memory(compiled: Any) -> None:
+    """Have a kernel run with the multiprocessors' memory split in favour of shared memory. A hint.
+
+    For what ``kernel[grid](...)`` has just launched and returned. A multiprocessor changes the split only while it is
+    empty, and for a kernel that needs little shared memory the driver chooses a large L1 cache. A CTA that needs nearly
+    all shared memory then cannot start beside it, though everything else it needs is free.
+    """
+    function = getattr(compiled, "function", None)
+    if not isinstance(function, int) or function in _kept:
+        return
+    _kept.add(function)
+    if (driver := _driver()) is not None:
+        driver.cuFuncSetAttribute(ctypes.c_void_p(function), ctypes.c_int(CARVEOUT), ctypes.c_int(100))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    """CUDA's driver library, which is loaded wherever a kernel has been launched."""
+    try:
+        return None if torch.version.hip is not None else ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None

@@ -17,6 +17,8 @@ import torch
 from ..launching import at
 from ..modes import current
 from ..reduction import KvSplitDecision, choose_kv_split, default_layout, for_blocks
+from .calling import keep_shared_memory
+from .discard import discarding
 from .epilogue import QUANT_NONE, quant_mode
 from .interpreter import device_of, e4m3_is_native, interpreted, supports_pdl
 from .merge_kernel import merge_kernel
@@ -29,9 +31,9 @@ _STEP_BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the merge: inverse RoPE with ``cos``, ``sin`` [T, half], regrouped into ``groups``; with ``quant``
-    (a QUANT constant) E4M3 codes per ``block`` channels instead of rows. ``floor``: lower bound of the absolute
-    maximum."""
+    """What follows the merge: inverse RoPE with ``cos``, ``sin`` [rows, half], regrouped into ``groups``; with
+    ``quant`` (a QUANT constant) E4M3 codes per ``block`` channels instead of rows. ``floor``: lower bound of the
+    absolute maximum. Token t of the outputs uses row t % rows of the tables."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -103,30 +105,39 @@ def merge_into(
     stat_scale: float,
     decision: KvSplitDecision,
     epilogue: Epilogue | None = None,
+    *,
+    token0: int = 0,
+    ready: bool = False,
+    last_use: bool = False,
 ) -> None:
     """Merge ``partials`` [P, T, H, D] into ``out``, contiguous: [T, H, D], or [G, T, K] with an epilogue (codes
     viewed as uint8 when it quantises, with their ``scales``). ``stats`` [T, H, 2] fp32 or None. Arguments are not
-    checked here."""
+    checked here.
+
+    token0: the partials' first token in ``out`` and ``scales``, which may have more tokens than the partials. ready:
+    tables and sink were complete before the kernel that writes the partials started. last_use: nobody reads
+    ``partials``, an allocation of its own, afterwards: they are left undefined; and a kernel that takes a whole
+    multiprocessor's shared memory, like the grouped product, may start beside the merge."""
     num_partials, tokens, heads, dim = partials.shape
     if tokens == 0:
         return
     partials, lse_or_max = partials.contiguous(), lse_or_max.contiguous()
     sum = None if sum is None else sum.contiguous()
     sink = None if sink is None else sink.contiguous()
-    half, quant, block, floor, groups = 0, int(QUANT_NONE.value), 1, 1.0, 1
+    half, quant, block, floor, groups, total, period = 0, int(QUANT_NONE.value), 1, 1.0, 1, tokens, 1
     cos = sin = lse_or_max  # not read without an epilogue
     strides: tuple[int, ...] = (0, 1, 0, 1)
     if epilogue is not None:
         half, groups = epilogue.cos.shape[-1], epilogue.groups
         quant, block, floor = epilogue.quant, epilogue.block, epilogue.floor
-        cos, sin = epilogue.cos.expand(tokens, half), epilogue.sin.expand(tokens, half)
+        cos, sin, total, period = epilogue.cos, epilogue.sin, out.shape[1], epilogue.cos.shape[0]
         strides = (*cos.stride(), *sin.stride())
     kv_split, width = decision.kv_split, decision.width
     if quant and width < block:
         raise ValueError(f"a tile of {width} channels cannot quantise blocks of {block}")
     unroll, count = batches(num_partials, decision)
     pdl = decision.pdl and supports_pdl(partials.device)
-    at(merge_kernel, (tokens * heads, dim // width))(
+    launched = at(merge_kernel, (tokens * heads, dim // width))(
         partials,
         lse_or_max,
         lse_or_max if sum is None else sum,
@@ -139,6 +150,9 @@ def merge_into(
         num_partials,
         tokens,
         heads,
+        token0,
+        total,
+        period,
         *strides,
         stat_scale * math.log2(math.e),
         1.0 / stat_scale,
@@ -150,16 +164,20 @@ def merge_into(
         HAS_SUM=sum is not None,
         HAS_SINK=sink is not None,
         STATS=stats is not None,
+        DISCARD=discarding(partials, decision.num_warps) if last_use else 0,
         D=dim,
         HPG=heads // groups,
         HALF=half,
         BLOCK=block,
         QUANT=quant,
         NATIVE=e4m3_is_native(partials.device),
+        READY=ready,
         PDL=pdl,
         num_warps=decision.num_warps,
         **({"launch_pdl": True} if pdl else {}),
     )
+    if last_use:
+        keep_shared_memory(launched)
 
 
 def refuses(partials: torch.Tensor, *tensors: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> str | None:

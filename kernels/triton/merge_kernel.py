@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .discard import discard_partials
 from .epilogue import finish_rows, load_tables
 from .interpreter import load_fp32, pdl_release, pdl_wait
 
@@ -86,7 +87,7 @@ def _merge_batch(acc, top, total, batch, scale_log2, UNROLL: tl.constexpr, HAS_S
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["num_partials", "num_tokens", "num_heads"])
+@triton.jit(do_not_specialize=["num_partials", "num_tokens", "num_heads", "token0", "total_tokens", "table_rows"])
 def merge_kernel(
     partials_ptr,
     max_ptr,
@@ -100,6 +101,9 @@ def merge_kernel(
     num_partials,
     num_tokens,
     num_heads,
+    token0,  # token of the outputs that the partials' first is
+    total_tokens,  # of the outputs
+    table_rows,
     cos_stride_t,
     cos_stride,
     sin_stride_t,
@@ -114,21 +118,35 @@ def merge_kernel(
     HAS_SUM: tl.constexpr,
     HAS_SINK: tl.constexpr,
     STATS: tl.constexpr,
+    DISCARD: tl.constexpr,  # 0, or the program's threads: nobody reads the partials afterwards
     D: tl.constexpr,
     HPG: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANT: tl.constexpr,
     NATIVE: tl.constexpr,
+    READY: tl.constexpr,  # the tables and the sink may be read before the wait
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     d0 = tl.program_id(1) * WIDTH
     num_rows = num_tokens * num_heads
-    token = row // num_heads
+    token = token0 + row // num_heads
     head = row % num_heads
     channel = d0 + tl.arange(0, WIDTH)
+    table_row = (token % table_rows).to(tl.int64)
+    table_offsets = (
+        table_row * cos_stride_t + tl.zeros([1], tl.int64),
+        table_row * sin_stride_t + tl.zeros([1], tl.int64),
+    )
+    tables = None
     pdl_release(PDL)
+    if READY:
+        if HAS_SINK:
+            sink = load_fp32(tl.load(sink_ptr + head)) * inverse_scale
+        if HALF > 0:
+            if WIDTH % (2 * HALF) == 0 and D % (2 * HALF) == 0:
+                tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
     pdl_wait(PDL)
 
     acc = tl.zeros([KV_SPLIT, WIDTH], tl.float32)
@@ -138,16 +156,12 @@ def merge_kernel(
         0, row, num_rows, channel, num_partials, partials_ptr, max_ptr, sum_ptr, D, KV_SPLIT, UNROLL, HAS_SUM
     )
     # What the end of the row needs is loaded here: there the memory's latency would be waited out once more.
-    table_offsets = (
-        (token.to(tl.int64) * cos_stride_t) + tl.zeros([1], tl.int64),
-        (token.to(tl.int64) * sin_stride_t) + tl.zeros([1], tl.int64),
-    )
-    tables = None
-    if HALF > 0:
-        if WIDTH % (2 * HALF) == 0 and D % (2 * HALF) == 0:
-            tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
-    if HAS_SINK:
-        sink = load_fp32(tl.load(sink_ptr + head)) * inverse_scale
+    if not READY:
+        if HALF > 0:
+            if WIDTH % (2 * HALF) == 0 and D % (2 * HALF) == 0:
+                tables = load_tables(cos_ptr, sin_ptr, table_offsets, cos_stride, sin_stride, HALF)
+        if HAS_SINK:
+            sink = load_fp32(tl.load(sink_ptr + head)) * inverse_scale
     # The next batch is loaded before this one is merged: a loop that loads and merges in turn waits out the memory's
     # latency at every iteration. Past the last partial nothing is loaded.
     if BATCHES > 0:
@@ -217,7 +231,7 @@ def merge_kernel(
         token + tl.zeros([1], tl.int32),
         head + tl.zeros([1], tl.int32),
         tl.full([1], True, tl.int1),
-        num_tokens,
+        total_tokens,
         d0,
         floor,
         1,
@@ -230,3 +244,5 @@ def merge_kernel(
         NATIVE,
         tables,
     )
+    if DISCARD > 0:
+        discard_partials(partials_ptr, row, num_rows, d0, num_partials, 1, WIDTH, D, DISCARD)

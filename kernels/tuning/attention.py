@@ -9,7 +9,7 @@ reaches there); the others are chosen by what fits and have not been run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ def num_splits(tokens: int, head_blocks: int, tiles: int, sm_count: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which rows (tokens x blocks of 64 heads) of a Hopper attention are cut into shares of their keys.
+    """Which tokens of a Hopper attention have their keys cut into shares, for a kernel behind it to merge: the last
+    `cut` ones, into `splits` each. Fewer than all: they would be a last wave that leaves most of the GPU idle.
 
-    The first `whole` rows are not. With none whole, a kernel behind the attention merges the shares; with some, the cut
-    rows are those of the last wave, and the attention merges them itself.
-    """
+    paired: two shares of every token, which finish their rows themselves instead."""
 
-    whole: int
+    cut: int
     splits: int
+    paired: bool = False
 
 
 # Hopper, microseconds, all from measured chains on an H200.
@@ -95,58 +95,75 @@ TILE_US = 1.75  # of a share: one tile of 64 keys
 # cost more than 128 is no misprint: 5 shares were 2.6 us faster than 10 there.
 SHARE_US = ((64, 0.87), (128, 0.16), (256, 0.3), (512, 0.25))
 SHARE_US_PER_ROW = 0.25 / 240
-# Of the form of the kernel that merges itself: to merge at all (1.5 of it an estimate: a launch clears the flags),
-# per share beyond the first, and per whole wave before.
-MERGE_US, TAKE_IN_US, WAVE_US = 9.0, 1.4, 1.0
+# Of two shares that finish their rows themselves. Not over FP8 pages: 2 us slower there than a merge behind the kernel,
+# where 1 to 2.5 us faster over bf16 rows (H200).
+PAIR_US = 4.0
+# Of a last wave that is cut, beside its shares: two launches more. It separates what was faster cut (2 to 16 rows of 18
+# tiles: by 11 to 13 us; 28 rows: by 5) from what was slower (60 rows: by 2; 8 rows of 10 tiles: by up to 1).
+TAIL_US = 13.5
 
 
-def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool) -> Plan:
-    """How rows with ``tiles`` tiles of keys each share the multiprocessors; no share is empty.
+def hopper_plan(
+    tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = True, pair: bool = True
+) -> Plan:
+    """How rows (tokens x blocks of 64 heads) with ``tiles`` tiles of keys each share the multiprocessors; no share is
+    empty.
 
-    Up to one wave: all rows (tokens x blocks of 64 heads) are cut into the number of shares that is expected to be
-    fastest. More: the rows of the last wave are, if `cut` allows it, there is room for two shares of each, and that is
-    expected to be faster.
+    Up to one wave: the keys of all tokens are cut into the number of shares that is expected to be fastest. More: those
+    of the tokens of the last wave are, if `cut` allows it and that is expected to be faster than a wave.
     """
-    rows = tokens * -(-heads // 64)
-    if rows <= sm_count:
-        per_share = next((us for limit, us in SHARE_US if tokens * heads <= limit), tokens * heads * SHARE_US_PER_ROW)
+    blocks = -(-heads // 64)
+    waves, left = divmod(tokens * blocks, sm_count)
+    last = tokens if not waves else -(-left // blocks)
+    if not last or (waves and not cut):
+        return Plan(0, 1)
+    rows = last * heads
+    per_share = next((us for limit, us in SHARE_US if rows <= limit), rows * SHARE_US_PER_ROW)
+    more = TAIL_US if waves else 0.0
 
-        def cost(splits: int) -> float:
-            return -(-tiles // splits) * TILE_US + (splits * per_share if splits > 1 else 0.0)
+    def cost(splits: int) -> float:
+        return -(-tiles // splits) * TILE_US + (splits * per_share + more if splits > 1 else 0.0)
 
-        splits = min(range(1, max(1, min(tiles, sm_count // rows)) + 1), key=cost)
-        return Plan(0, -(-tiles // -(-tiles // splits)))
-    left = rows % sm_count
-    if not cut or not left:
-        return Plan(rows, 1)
-
-    def cost_of_cut(splits: int) -> float:
-        merging = MERGE_US + (splits - 1) * TAKE_IN_US + rows // sm_count * WAVE_US
-        return -(-tiles // splits) * TILE_US + (merging if splits > 1 else 0.0)
-
-    splits = min(range(1, max(1, min(tiles, sm_count // left)) + 1), key=cost_of_cut)
+    most = max(1, min(tiles, sm_count // (last * blocks)))
+    splits = min(range(1, most + 1), key=cost)
+    if pair and not waves and most > 1 and -(-tiles // 2) * TILE_US + PAIR_US < cost(splits):
+        return Plan(tokens, 2, paired=True)
     splits = -(-tiles // -(-tiles // splits))
-    return Plan(rows - left, splits) if splits > 1 else Plan(rows, 1)
+    return Plan(last, splits) if splits > 1 else Plan(0, 1)
 
 
-# Hopper: from this many rows (tokens x heads) on, the kernel behind a split attention must not be let in before that is
-# done: its waiting programs fill the multiprocessors that the attention leaves free, and what follows starts late.
-# Measured on an H200 at 128 heads: 0.4 us lost at 4 tokens, 2 at 8 and at 16, 1 at 32 (there by a merge without
-# dependent launch); up to 2 us won below.
-LATE_RELEASE = 512
+# Hopper: when the kernel behind the attention may be launched: at its start; when every CTA has multiplied its last
+# tile; at its end.
+RELEASE_FIRST, RELEASE_LAST, RELEASE_NEVER = 1, 2, 0
 
 
-def release_early(rows: int, splits: int) -> bool:
-    """Whether the kernel behind the Hopper attention may be launched while that still runs."""
-    return splits == 1 or rows < LATE_RELEASE
+@dataclass(frozen=True)
+class Merging:
+    """The merge behind a split Hopper attention: rows per program and warps, or None for the kernel that gives a row a
+    program of its own; and when it is let in."""
+
+    tiling: tuple[int, int] | None
+    release: int
 
 
-# Hopper: (tokens x heads from, at most so many shares, rows per program, warps) of the merge that takes several rows
-# per program; elsewhere every row has a program of its own, which was as fast or faster there.
-MERGE_ROWS = (2048, 4, 4, 4)
+# (up to so many rows = tokens x heads, at most so many shares, how), measured on an H200; nothing else: _SEPARATE. A
+# merge that waits beside the attention fills the multiprocessors that are free early, unevenly, so it is let in late
+# unless it is tiny or its programs take a multiprocessor each (32 warps).
+MERGING = (
+    (128, 18, Merging((1, 4), RELEASE_LAST)),
+    (511, MAX_SPLITS, Merging(None, RELEASE_LAST)),
+    (2047, MAX_SPLITS, Merging(None, RELEASE_NEVER)),
+    (2112, 4, Merging((16, 32), RELEASE_LAST)),
+    (3071, 4, Merging((4, 4), RELEASE_NEVER)),
+    (4224, 4, Merging((32, 32), RELEASE_LAST)),
+)
+_SEPARATE = Merging(None, RELEASE_NEVER)
+# A last wave's shares: the merge of fewer rows may wait on multiprocessors that the other launch has left; that of more
+# was 1 to 4 us slower then.
+TAIL_EARLY = 512
 
 
-def merge_tiling(rows: int, splits: int) -> tuple[int, int] | None:
-    """(rows per program, warps) of the merge behind a split Hopper attention, or None for a program per row."""
-    least, most, per_program, warps = MERGE_ROWS
-    return (per_program, warps) if rows >= least and splits <= most else None
+def hopper_merging(rows: int, splits: int, tail: bool = False) -> Merging:
+    """How ``splits`` shares of ``rows`` (tokens x heads) are merged. tail: rows of a last wave."""
+    how = next((how for limit, most, how in MERGING if rows <= limit and splits <= most), _SEPARATE)
+    return replace(how, release=RELEASE_FIRST if rows < TAIL_EARLY else RELEASE_NEVER) if tail else how

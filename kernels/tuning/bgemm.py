@@ -104,7 +104,8 @@ class Form:
 
     Stages of `blocks` blocks of K; shared memory holds stages * blocks * (tokens * 132 + weight_rows * 128) bytes and
     16 KiB more (`overlapped`: 32 KiB), of 227 KiB. Tiles of 64 weight rows take at most 64 tokens and an even `blocks`.
-    `overlapped`: the kernel of bgemm_overlapped.py, tiles of 128 x 128 with one block per stage only.
+    `overlapped`: the kernel of bgemm_overlapped.py, tiles of 128 x 128 with one block per stage only. `prefetch`: bytes
+    of each row of a CTA's first tile (at most 512) that go into the L2 cache while the kernel before still runs.
     """
 
     tokens: int
@@ -113,12 +114,13 @@ class Form:
     blocks: int
     swap: bool = False
     overlapped: bool = False
+    prefetch: int = 0
 
 
 # Few tokens: the weight's stream is the limit. (tokens up to, wide form, form for at most NARROW_ROWS weight rows)
 HOPPER_STREAMING: list[tuple[int, Form, Form]] = [
-    (16, Form(16, 128, 5, 2, swap=True), Form(16, 128, 5, 2, swap=True)),
-    (32, Form(32, 128, 5, 2, swap=True), Form(32, 128, 5, 2, swap=True)),
+    (16, Form(16, 128, 5, 2, swap=True, prefetch=512), Form(16, 128, 5, 2, swap=True, prefetch=512)),
+    (32, Form(32, 128, 5, 2, swap=True, prefetch=512), Form(32, 128, 5, 2, swap=True, prefetch=512)),
     (64, Form(64, 128, 4, 2), Form(64, 64, 5, 2)),
 ]
 # More tokens: microseconds before the first wave of tiles and per wave, at K = 4096 on an H200.

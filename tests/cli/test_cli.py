@@ -35,6 +35,7 @@ def test_doctor(monkeypatch, capsys):
     assert main(["doctor", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["success"] and values["backend"] == "registered" and values["packages"]["torch"]
+    assert "sm_" in values["gates"]["implementation"] or "reference path" in values["gates"]["implementation"]
     assert set(values["ops"]) == set(fusion_pass.kernels.ops.SPECS), "a self-test for every op"
 
 
@@ -48,6 +49,27 @@ def test_doctor_notices_a_wrong_op(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "attention: FAILED" in text and "inverse_rope: FAILED, none (ZeroDivisionError" in text
     assert text.endswith("2 self-tests failed: attention, inverse_rope\n")
+
+
+def test_doctor_tests_every_kernel_that_could_run(monkeypatch, capsys):
+    """Also those that stand behind the one that is taken: another size or type takes them."""
+    spec = fusion_pass.kernels.ops.SPECS["inverse_rope"]
+
+    def launch(factor):
+        return lambda outs, *args: outs[0].copy_(spec.reference(*args) * factor)
+
+    dispatch = fusion_pass.kernels.ops.dispatch
+    kernels = [dispatch.Launcher("good", lambda *args: None, launch(1)),
+               dispatch.Launcher("bad", lambda *args: None, launch(2))]
+    monkeypatch.setattr(dispatch, "applicable", lambda op, args: kernels if op == "inverse_rope" else [])
+    assert main(["doctor", "--json"]) == 1
+    values = json.loads(capsys.readouterr().out)
+    outcome = values["ops"]["inverse_rope"]
+    assert outcome["kernel"] == "reference" and outcome["error"] < 0.02 and not outcome["ok"]
+    assert outcome["others"]["good"] < 0.02 and outcome["others"]["bad"] > 0.9
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "inverse_rope: FAILED" in text and "; bad 1.0e+00" in text and "1 self-tests failed" in text
 
 
 def test_explain_target(tmp_path, capsys):

@@ -15,16 +15,31 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.S | re.M)
 
-# Commands in blocks without "console", and who runs them.
+# Commands that this file does not run, and what does.
 ELSEWHERE = {
-    'pip install -e ".[hf]"': "CI installs the test extra, which contains it",
-    'pip install -e ".[test]"': ".ci/run",
-    'pip install -e ".[bench]"': "tests/test_packaging.py reads the extras",
-    "python -m fusion_pass demo": "tests/cli/test_demo.py",
-    "python -m pytest": ".ci/run",
-    "python -m pytest -s tests/models/test_transformers.py -k no_worse": ".ci/run, as part of the suite",
-    "python -m benchmarks all": "needs a GPU",
+    'pip install -e ".[hf]"': ("tools/newcomer.py", "CI installs the test extra, which contains it"),
+    'pip install -e ".[test]"': (".ci/run", ""),
+    'pip install -e ".[bench]"': ("tests/test_packaging.py", "reads the extras"),
+    "python -m fusion_pass demo": ("tests/cli/test_demo.py", ""),
+    "python -m fusion_pass explain": ("tests/cli/test_cli.py", ""),
+    "python -m fusion_pass explain FILE.py:FUNCTION": ("tests/cli/test_cli.py", ""),
+    "python -m fusion_pass explain examples/plain_attention.py:example": ("tools/newcomer.py", "below, with --html"),
+    "python -m pytest": (".ci/run", ""),
+    "python -m pytest -s tests/models/test_transformers.py -k no_worse": ("tests/models/test_transformers.py", ""),
+    "torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py --inner aot_eager": (
+        "tests/scale_out/test_tensor_parallel.py", "with fewer layers"),
 }
+# Commands that need a GPU: their programs are asked for help, which has to know every word of them.
+ASKED = {
+    "python -m benchmarks all": "python -m benchmarks",
+    "python -m benchmarks chain": "python -m benchmarks",
+    "python -m benchmarks._tune_merge --json sweep.json --table kernels/tuning/merge_sm90.py":
+        "python -m benchmarks._tune_merge",
+    "python tools/sanitize.py": "python tools/sanitize.py",
+    "torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py --size flash --prefill 2048 8192 "
+    "--decode 1 32 --cuda-graph": "python examples/tensor_parallel.py",
+}
+PROGRAM = re.compile(r"(?:python (?!-m venv)|pip |torchrun |fusion-pass |coverage )\S")
 
 
 def blocks(language):
@@ -65,11 +80,38 @@ def test_explain_wrote_the_page(folder, capsys):
     assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
+def plain_commands():
+    """Commands in blocks without a language, and in the text; the coverage run is the table's own."""
+    lines = [line for _, text in blocks("") for line in text.splitlines()]
+    spans = [span for page in PAGES for span in re.findall(r"`([^`\n]+)`", FENCED.sub("", page.read_text()))]
+    return {words for words in (*lines, *spans) if PROGRAM.match(words) and not words.startswith("coverage run")}
+
+
 def test_other_commands_are_accounted_for():
-    plain = [line for _, text in blocks("") for line in text.splitlines() if re.match(r"python|pip|fusion-pass", line)]
-    assert plain and set(plain) <= set(ELSEWHERE), set(plain) - set(ELSEWHERE)
+    plain = plain_commands() - set(console_commands())
+    assert plain == set(ELSEWHERE) | set(ASKED), plain ^ (set(ELSEWHERE) | set(ASKED))
+    assert all((ROOT / path).is_file() for path, _ in ELSEWHERE.values())
     for _, text in blocks("console"):
         assert all(line.startswith("$ ") for line in text.splitlines()), "one command a line"
+
+
+@pytest.mark.parametrize("program", sorted(set(ASKED.values())))
+def test_programs_know_the_words_of_their_commands(program):
+    words = shlex.split(program)
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run([sys.executable, *words[1:], "--help"], env={**os.environ, "PYTHONPATH": paths}, cwd=ROOT,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for command in (c for c, asked in ASKED.items() if asked == program):
+        given = shlex.split(command.split(words[-1], 1)[1])
+        named = [word for word in given if word.startswith("--") or program == "python -m benchmarks"]
+        known = set(re.findall(r"[\w-]+", done.stdout))
+        assert set(named) <= known, f"{command}: {set(named) - known}"
+
+
+def test_the_coverage_run_names_files():
+    (tests,) = re.findall(r"`coverage run -m pytest ([^`]+)`", (ROOT / "docs" / "contributing.md").read_text())
+    assert all((ROOT / name).exists() for name in tests.split())
 
 
 def test_python_compiles():
@@ -77,6 +119,25 @@ def test_python_compiles():
     assert len(found) >= 4
     for page, text in found:
         compile(text, page, "exec")
+
+
+def test_the_transformers_snippet_runs(tmp_path, capsys):
+    """As it stands in the README, on a CPU and without Inductor, from a checkpoint with random weights."""
+    pytest.importorskip("transformers", minversion="5.8")
+    import fusion_pass
+    from fusion_pass.models import random_deepseek_v4
+
+    (snippet,) = [text for _, text in blocks("python") if "AutoModelForCausalLM" in text]
+    quick = 'backend="fusion_pass", options={"inner": "eager"})'
+    for words, here in (('"cuda"', '"cpu"'), ('backend="fusion_pass")', quick)):
+        assert words in snippet
+        snippet = snippet.replace(words, here)
+    random_deepseek_v4("tiny", layer_types=["compressed_sparse_attention"]).save_pretrained(tmp_path)
+    before, names = len(fusion_pass.reports()), {"checkpoint": str(tmp_path)}
+    exec(compile(snippet, "README.md", "exec"), names)
+    made = fusion_pass.reports()[before:]
+    assert names["tokens"].shape == (1, 26) and "fused      fmha" in capsys.readouterr().out
+    assert len(made) >= 3 and all(len(report.fused) == 1 and not report.near_misses for report in made), made
 
 
 def test_links_lead_somewhere():

@@ -25,6 +25,9 @@ def test_versions_are_kept_once(tmp_path, monkeypatch):
     kept = json.loads((tmp_path / "versions.json").read_text())
     assert [(r["torch"], r["tests"], r["passed"]) for r in kept] == [
         ("2.11.0", ["tests"], 1), ("2.13.0", ["tests"], 2), ("2.13.0", ["tests/graphs"], 1)]  # fmt: skip
+    tool.record(row | {"passed": 3})
+    kept = json.loads((tmp_path / "versions.json").read_text())
+    assert [(r["torch"], r["passed"]) for r in kept] == [("2.11.0", 1), ("2.13.0", 3)], "the whole suite, later"
 
 
 def test_versions_come_in_pairs(capsys):
@@ -36,7 +39,8 @@ def test_versions_come_in_pairs(capsys):
 def test_newcomers_take_the_commands_of_the_readme(tmp_path):
     readme = (ROOT / "README.md").read_text()
     steps = load("newcomer").steps(tmp_path)
-    for what in ('pip install -e ".[hf]"', "python -m fusion_pass explain examples/plain_attention.py:example"):
+    for what in ('pip install -e ".[hf]"', "python -m fusion_pass demo",
+                 "python -m fusion_pass explain examples/plain_attention.py:example"):
         assert what in readme and what in [step for step, _ in steps]
 
 

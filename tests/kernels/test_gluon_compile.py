@@ -20,7 +20,7 @@ from fusion_pass.kernels.tuning.bgemm import Form
 SHARED_LIMIT = 232_448  # bytes a CTA can have on sm_90
 ROOT = Path(__file__).resolve().parents[2]
 POINTERS = {"index0": "*i32", "index1": "*i32", "length0": "*i32", "length1": "*i32", "lse": "*fp32", "sink": "*fp32"}
-POINTERS |= {"share_lse": "*fp32", "flags": "*i32"}
+POINTERS |= {"share_lse": "*fp32", "flags": "*i64"}
 BASE = {
     "HEADS": 128,
     "PER_GROUP": 8,
@@ -35,15 +35,16 @@ BASE = {
     "BLOCK": 128,
     "POWER_OF_TWO": True,
     "PACKED": False,
-    "MERGE": False,
     "BATCHED": False,
     "ROPE_SHARED": False,
     "STRIDE0": 512,
     "STRIDE1": 512,
     "PAGED": False,
+    "PAIRED": False,
+    "AHEAD": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
-PAGES = {"PAGED": True, "STRIDE0": 64, "STRIDE1": 64}
+PAGES = {"PAGED": True, "AHEAD": True, "STRIDE0": 64, "STRIDE1": 64}
 BYTES = {"kv0": "*u8", "kv1": "*u8"}
 # name: (epilogue, constants, pointer types)
 VARIANTS = {
@@ -56,22 +57,31 @@ VARIANTS = {
     "quant, 16 heads, lengths": ("quant", {"HEADS": 16, "HAS_LENGTH0": True, "HAS_LENGTH1": True}, QUANT),
     "partial, fp32": ("partial", {"HAS_SINK": False}, {"out": "*fp32"}),
     "partial, bf16": ("partial", {"HAS_SINK": False}, {}),
-    "quant, merged": ("quant", {"MERGE": True}, QUANT),
-    "plain, merged": ("plain", {"MERGE": True}, {}),
     "dense mask": ("rope", {"POOLS": 1, "HAS_LENGTH0": True, "HAS_BIAS": True, "HEADS": 64}, {}),
     "pages, quant": ("quant", PAGES, {**QUANT, **BYTES}),
     "pages, partial, one pool": ("partial", {**PAGES, "HAS_SINK": False, "POOLS": 1}, BYTES),
     "pages of 64 and 2 rows, lengths": (
         "rope",
-        {**PAGES, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
+        {**PAGES, "AHEAD": False, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
         {**BYTES, "index0": "*i64", "index1": "*i64"},
+    ),
+    "quant, paired": ("quant", {"PAIRED": True}, QUANT),
+    "plain, paired": ("plain", {"PAIRED": True, "HEADS": 64}, {}),
+    "dense mask, packed, paired": (
+        "quant",
+        {"PAIRED": True, "POOLS": 1, "HAS_BIAS": True, "PACKED": True},
+        {"out": "*fp8e4nv", "scales": "*i8"},
     ),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
 # name: (form, constants)
 BGEMM_VARIANTS = {
-    "bgemm, 16 tokens": (Form(16, 128, 5, 2, swap=True), {}),
-    "bgemm, 32 tokens": (Form(32, 128, 5, 2, swap=True), {}),
+    "bgemm, 16 tokens": (Form(16, 128, 5, 2, swap=True, prefetch=512), {}),
+    "bgemm, 16 tokens, exponent scales": (
+        Form(16, 128, 5, 2, swap=True, prefetch=512),
+        {"PACKED_X": True, "BYTES_W": True},
+    ),
+    "bgemm, 32 tokens": (Form(32, 128, 5, 2, swap=True, prefetch=512), {}),
     "bgemm, 64 tokens": (Form(64, 128, 4, 2), {}),
     "bgemm, 64 tokens, 64 rows": (Form(64, 64, 5, 2), {}),
     "bgemm, 256 tokens": (Form(256, 128, 4, 1), {}),
@@ -82,7 +92,7 @@ BGEMM_VARIANTS = {
     ),
     "bgemm, exponent scales": (Form(256, 128, 4, 1), {"PACKED_X": True, "BYTES_W": True}),
 }
-FAST = ("quant", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
+FAST = ("quant", "quant, paired", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
 
 
 def attention_source(name: str):
@@ -120,7 +130,8 @@ def bgemm_source(name: str):
         "PACKED_X": False,
         "BYTES_W": False,
         "PDL": True,
-        **bgemm.TUNING,
+        "PREFETCH": form.prefetch,
+        **(bgemm.SWAP_TUNING if form.swap else bgemm.TUNING),
         **changed,
     }
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -130,6 +141,7 @@ def bgemm_source(name: str):
         "x_rows": f"tensordesc<fp8e4nv[{form.tokens}, 128],{layout!r}>",
         "w_rows": f"tensordesc<fp8e4nv[{form.weight_rows}, 128],{layout!r}>",
         "scale_rows": f"tensordesc<{scale_type}[{max(form.tokens, 32)}],{flat!r}>",
+        "weight": "*fp8e4nv",
         "w_scales": "*u8" if constants["BYTES_W"] else "*fp32",
         "out": "*bf16",
         "tiles_count": "i32",
@@ -154,6 +166,7 @@ def compile_variant(name: str) -> dict:
 
     kernel, types, constants = (bgemm_source if name in BGEMM_VARIANTS else attention_source)(name)
     names = kernel.arg_names
+    options = {"num_warps": 4} | {n: constants.pop(n) for n in ("maxnreg",) if n in constants}
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     source = GluonASTSource(
         fn=kernel,
@@ -161,7 +174,7 @@ def compile_variant(name: str) -> dict:
         constexprs={(names.index(n),): value for n, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.startswith("*")},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
@@ -201,13 +214,16 @@ def test_compiles_without_spills_or_serialised_wgmma(name):
     assert result["shared"] <= SHARED_LIMIT
     assert not re.search(r"C75\d\d", result["log"]), result["log"]
     assert "serializ" not in result["log"].lower(), result["log"]
+    if name.startswith(("bgemm, 16", "bgemm, 32")):
+        # of 168 that 384 threads may have: the kernel before keeps the rest while this one starts beside it
+        assert int(re.search(r"Used (\d+) registers", result["log"])[1]) <= 80
     loops = inner_loops(result["sass"])
     assert len(loops) >= 2, "the consumers' loops were not found in the machine code"
     for body in loops:
         spills = [text for text in body if re.search(r"\b(LDL|STL)", text)]
-        # a producer may keep some words of a job in local memory, the consumers nothing, or one word where a second
+        # a producer may keep some words of a job in local memory, the consumers nothing, or two words where a second
         # producer leaves them fewer registers
-        allowed = int("pages" in name) if any("GMMA" in text for text in body) else 8
+        allowed = 2 * ("pages" in name) if any("GMMA" in text for text in body) else 8
         assert len(spills) <= allowed, (spills, result["log"])
 
 

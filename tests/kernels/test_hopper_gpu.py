@@ -74,7 +74,9 @@ def paged_pools(m, tokens, heads, sizes, paddings, count=40):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "paddings"), [((64, 64), (64, 0)), ((64, 2), (64, 48)), ((64, 8), (64, 40))], ids=str
+    ("sizes", "paddings"),
+    [((64, 64), (64, 0)), ((64, 2), (64, 48)), ((64, 8), (64, 40))],
+    ids=["pages_of_64", "pages_of_64_and_2", "not_aligned"],
 )
 @pytest.mark.parametrize("heads", [128, 64])
 @pytest.mark.parametrize("tokens", [1, 3, 8, 33, 66, 140, 300])
@@ -83,14 +85,13 @@ def test_pages(monkeypatch, tokens, heads, sizes, paddings):
     gives the same bits. The last case is not aligned and is decoded in front of the attention."""
     from fusion_pass.kernels.gluon import attention, launchers
 
-    # Where the rows of a last wave are cut, the sums of bf16 rows and of pages may be cut differently.
-    plan = attention.plan
-    monkeypatch.setattr(attention, "plan", lambda *args: plan(*args[:4], cut=False))
     q, sink, rope, ((a, i, n, size), (b, j, k, more)), (first, second) = paged_pools(
         Maker("cuda", torch.bfloat16), tokens, heads, sizes, paddings
     )
     aligned = attention.pages_aligned(a) and attention.pages_aligned(b)
     assert aligned == (paddings != (64, 40))
+    plan = attention.plan  # of bf16 rows, for both: another number of shares gives other bits
+    monkeypatch.setattr(attention, "plan", lambda *args, **_: plan(*args, cut=aligned))
     pools, groups = (n, b, j, k, more), heads // 8
     for name, paged, gathered, extra in (
         ("", launchers._launch_paged, launchers._launch_gathered, (SCALE,)),
@@ -214,13 +215,14 @@ def test_early_launches(tokens, padding):
     (67, 128, 18), (70, 128, 4), (90, 128, 2), (140, 64, 6), (270, 64, 20),
 ])  # fmt: skip
 def test_shares(monkeypatch, tokens, heads, splits):
-    """Shares of an odd number of tiles, of few and of no keys (lengths), merged behind the kernel or, where only the
-    last wave's rows are cut, inside; twice the same bits."""
+    """Shares of an odd number of tiles, of few and of no keys (lengths), of all tokens or of a last wave's; twice the
+    same bits."""
     from fusion_pass.kernels.gluon import launchers
 
     tuned = launchers.attention.tuning_data
-    rows = tokens * -(-heads // 64)
-    monkeypatch.setattr(tuned, "hopper_plan", lambda *_: tuned.Plan(rows - rows % 132 if rows > 132 else 0, splits))
+    blocks = -(-heads // 64)
+    last = tokens * blocks % 132 // blocks if tokens * blocks > 132 else tokens
+    monkeypatch.setattr(tuned, "hopper_plan", lambda *_: tuned.Plan(last, splits))
     first, second, rope = two_pools(tokens, heads)
     q, kv, indices, sink = first
     want = gathered_formula(q, kv, indices, sink, SCALE, None, second[1], second[2], second[3])
@@ -241,43 +243,3 @@ def test_shares(monkeypatch, tokens, heads, splits):
     args, outs = outputs("attention_gathered_rope_quant", (*first, *rope, *quant, *second))
     launchers._launch_gathered_quant(outs, *args)
     assert relative_error(reference.dequantise(*outs), rope_formula(want, *rope, groups)) < 0.04
-
-
-def test_merged_shares_on_several_streams_and_graphs():
-    """Calls of two streams and two graphs at the same time: none takes another's flag for its own."""
-    from fusion_pass.kernels.gluon import attention
-
-    tokens = 70
-    chosen = attention.plan(tokens, 128, 1152, 132)
-    assert chosen.whole and chosen.splits > 1, "this case is meant for shares merged by the kernel"
-    ops, inputs = torch.ops.fusion_pass, []
-    for _ in range(4):
-        first, second, rope = two_pools(tokens, 128)
-        more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
-        inputs.append((first, rope, more))
-
-    def call(which):
-        first, rope, more = inputs[which]
-        return ops.attention_gathered_rope_quant(*first, *rope, SCALE, 16, **more)
-
-    want = [call(i) for i in range(4)]
-    torch.cuda.synchronize()
-    streams, graphs, captured = [torch.cuda.Stream() for _ in range(4)], [], []
-    for i in (2, 3):
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            captured.append(call(i))
-    for _ in range(20):
-        for out in captured:
-            out[0].view(torch.uint8).fill_(255)
-        torch.cuda.synchronize()
-        eager = []
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                if i < 2:
-                    eager.append(call(i))
-                else:
-                    graphs[i - 2].replay()
-        torch.cuda.synchronize()
-        for got, (codes, scales) in zip(eager + captured, want, strict=True):
-            assert torch.equal(got[0].view(torch.uint8), codes.view(torch.uint8)) and torch.equal(got[1], scales)

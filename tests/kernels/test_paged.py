@@ -118,8 +118,7 @@ def test_deepgemm_is_used_only_when_asked_for(monkeypatch):
 def test_splits_fill_the_gpu_without_empty_shares(tokens, heads, keys):
     chosen = hopper.plan(tokens, heads, keys, 132)
     tiles, rows = -(-keys // 64), tokens * -(-heads // 64)
-    assert chosen.splits == 1 or (rows - chosen.whole) * chosen.splits <= 132
+    assert chosen.splits == 1 or chosen.cut * -(-heads // 64) * chosen.splits <= 132
     assert (chosen.splits - 1) * -(-tiles // chosen.splits) < tiles
-    # a share's CTA may wait for CTAs of smaller numbers only
-    assert chosen.whole in (0, rows) or chosen.whole % 132 == 0
-    assert hopper.plan(tokens, heads, keys, 132, cut=False).whole in (0, rows)
+    assert chosen.cut in (0, tokens) or (tokens - chosen.cut) * -(-heads // 64) <= rows // 132 * 132
+    assert hopper.plan(tokens, heads, keys, 132, cut=False).cut in (0, tokens)

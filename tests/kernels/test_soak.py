@@ -4,8 +4,13 @@
 A graph is captured once, at one set of lengths; every step then brings new queries, a new row of the cache, other
 index lists and lengths (none at all now and then), and is replayed. The eager call gets the same values in fresh
 tensors of exactly that size. On a CPU the same steps run, fewer, without a graph: results must not depend on what the
-buffers held before.
+buffers held before. ``FUSION_PASS_SOAK_RECORD`` names a file for the counts (``docs/soak.json``, from a GPU).
 """
+
+import datetime
+import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,7 +110,33 @@ def test_decode_steps_through_one_graph(device, form, tokens):
         assert torch.isfinite(outs[2]).all(), step
         if device.type == "cuda" and step == 10:
             used = torch.cuda.memory_allocated()
+    record(device, {"form": form, "tokens": tokens, "steps": STEPS[device.type], "different": len(wrong)})
     assert not wrong, f"{len(wrong)} of {STEPS[device.type]} steps differ from eager, first {wrong[:5]}"
     if used is not None:
         assert abs(torch.cuda.memory_allocated() - used) < 2**20, "memory grows from step to step"
-    print(f"{form}, {tokens} tokens: {STEPS[device.type]} steps, every result equal bit for bit")
+
+
+def record(device, row):
+    """Keep a row in the file that is asked for, in place of an older one of the same case."""
+    path = os.environ.get("FUSION_PASS_SOAK_RECORD")
+    if not path:
+        return
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    made = {"test": "tests/kernels/test_soak.py", "device": name, "torch": torch.__version__,
+            "date": datetime.date.today().isoformat()}
+    kept = json.loads(Path(path).read_text())["rows"] if Path(path).is_file() else []
+    rows = [old for old in kept if (old["form"], old["tokens"]) != (row["form"], row["tokens"])]
+    Path(path).write_text(json.dumps({**made, "rows": [*rows, row]}, indent=1) + "\n")
+
+
+def test_counts_are_kept(tmp_path, monkeypatch):
+    path, cpu = tmp_path / "soak.json", torch.device("cpu")
+    row = {"form": "paged", "tokens": 1, "steps": 12, "different": 1}
+    record(cpu, row)
+    assert not path.exists(), "nobody asked for them"
+    monkeypatch.setenv("FUSION_PASS_SOAK_RECORD", str(path))
+    for one in (row, {**row, "tokens": 8}, {**row, "different": 0}):
+        record(cpu, one)
+    kept = json.loads(path.read_text())
+    assert kept["device"] == "cpu" and kept["torch"] == torch.__version__
+    assert sorted((r["tokens"], r["different"]) for r in kept["rows"]) == [(1, 0), (8, 1)]

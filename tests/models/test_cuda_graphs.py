@@ -10,7 +10,13 @@ pytest.importorskip("transformers", minversion="5.8")
 pytest.importorskip("triton")
 
 import fusion_pass  # noqa: E402
-from fusion_pass.models import cache_tensors, filled_cache, random_deepseek_v4, replace_grouped_linear  # noqa: E402
+from fusion_pass.models import (  # noqa: E402
+    cache_argument,
+    cache_tensors,
+    filled_cache,
+    random_deepseek_v4,
+    replace_grouped_linear,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +101,7 @@ def test_capture_by_hand(model):
     compiled = torch.compile(model, backend="fusion_pass", fullgraph=True)
 
     def step(token):
-        return compiled(token, past_key_values=copy.deepcopy(filled), use_cache=True).logits
+        return compiled(token, use_cache=True, **cache_argument(model, copy.deepcopy(filled))).logits
 
     token = ids[:, :1].clone()
     step(token), step(token)
@@ -103,7 +109,7 @@ def test_capture_by_hand(model):
     inputs = cache_tensors(cache)       # the graph reads them; the step takes them out of the cache
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        logits = compiled(token, past_key_values=cache, use_cache=True).logits
+        logits = compiled(token, use_cache=True, **cache_argument(model, cache)).logits
     for column in (0, 7):
         token.copy_(ids[:, column:column + 1])
         graph.replay()

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ transformers = pytest.importorskip("transformers", minversion="5.8")
 
 import fusion_pass  # noqa: E402
 from fusion_pass import Config  # noqa: E402
-from fusion_pass.models import random_deepseek_v4, replace_grouped_linear  # noqa: E402
+from fusion_pass.models import cache_argument, filled_cache, random_deepseek_v4, replace_grouped_linear  # noqa: E402
 
 BF16_ROLES = ("fmha", "inverse_rope", "bgemm")
 FP8_ROLES = ("fmha", "inverse_rope", "fp8_quant", "bgemm")
@@ -114,6 +115,13 @@ def test_prefill_without_cache(models, dtype, fp8, batch):
     assert relative(logits, model(ids, use_cache=False).logits) < TOLERANCE[dtype, fp8]
 
 
+def test_the_cache_goes_by_the_name_of_this_release(models):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)       # transformers 5.24 renamed the argument
+        cache = filled_cache(models(), prompt(2))
+    assert cache.get_seq_length() == prompt(2).shape[1]
+
+
 @pytest.mark.parametrize("dtype, fp8, batch", some_slow(FORMS[:3], {(0, 1), (2, 2)}))
 def test_cached_prefill_and_decode(models, dtype, fp8, batch):
     model, ids, reports = models(dtype, fp8), prompt(batch), Reports()
@@ -121,8 +129,8 @@ def test_cached_prefill_and_decode(models, dtype, fp8, batch):
     cache, plain = new_cache(model), new_cache(model)
     step = ids
     for _ in range(2 if fp8 else 3):
-        logits = compiled(step, past_key_values=cache).logits
-        wanted = model(step, past_key_values=plain).logits
+        logits = compiled(step, **cache_argument(model, cache)).logits
+        wanted = model(step, **cache_argument(model, plain)).logits
         assert relative(logits, wanted) < TOLERANCE[dtype, fp8]
         step = wanted[:, -1:].argmax(-1)
     assert len(reports()) >= 2
@@ -334,7 +342,7 @@ def test_greedy_decoding_gives_the_same_tokens(models):
     for name, run in (("eager", model), ("compiled", compiled)):
         cache, step, tokens[name] = new_cache(model), ids, []
         for _ in range(32):
-            step = run(step, past_key_values=cache).logits[:, -1:].argmax(-1)
+            step = run(step, **cache_argument(model, cache)).logits[:, -1:].argmax(-1)
             tokens[name].append(step.item())
     assert tokens["compiled"] == tokens["eager"]
     print(f"{len(reports())} graphs in 32 steps")
