@@ -52,6 +52,8 @@ _thread = threading.local()
 def ensure_context() -> None:
     """Make a CUDA context current in a thread that has none yet, as threads begin: tensor descriptors cannot be encoded
     without. (A launch sees to that itself, but its descriptors are encoded before.)"""
-    if not getattr(_thread, "has_context", False) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.mem_get_info()  # of the current device; enqueues nothing, so that a capture does not mind
-        _thread.has_context = True
+    if getattr(_thread, "has_context", False) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    if not torch.cuda.is_current_stream_capturing():  # a thread that captures has one
+        torch.cuda.mem_get_info()
+    _thread.has_context = True
