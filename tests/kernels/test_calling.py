@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels called past Triton's Python, with Triton's own classes and no GPU: the same arguments reach the C function."""
+"""Kernels called past Triton, with its own classes and no GPU: the same arguments reach the C function."""
 
 from __future__ import annotations
 
