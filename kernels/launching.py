@@ -9,9 +9,12 @@ past it would be missing from the recorded plan, hence no other module may subsc
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
+
+import torch
 
 # (kernel, what the launch returned, grid, arguments, options)
 Observer = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
@@ -41,3 +44,16 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observer.reset(token)
+
+
+_thread = threading.local()
+
+
+def ensure_context() -> None:
+    """Make a CUDA context current in a thread that has none yet, as threads begin: tensor descriptors cannot be encoded
+    without. (A launch sees to that itself, but its descriptors are encoded before.)"""
+    if getattr(_thread, "has_context", False) or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    if not torch.cuda.is_current_stream_capturing():  # a thread that captures has one
+        torch.cuda.mem_get_info()
+    _thread.has_context = True

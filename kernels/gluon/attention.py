@@ -70,19 +70,9 @@ def _aligned_q(q: Tensor) -> Tensor:
     return q if good else q.clone(memory_format=torch.contiguous_format)
 
 
-def plan(tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True, pair: bool = True) -> tuning_data.Plan:
-    """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split;
-    pair: whether two shares may finish their rows themselves."""
-    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut, pair)
-
-
-def _meeting(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What the shares of `rows` rows of 64 heads exchange: bf16 values, fp32 log-sum-exps, flags, all uninitialised."""
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    assert 2 * rows <= sms, "shares that wait for each other must all find a multiprocessor"
-    values = torch.empty(rows, 2, 2, TILE * HEAD_DIM // 4, dtype=torch.bfloat16, device=device)
-    sums = torch.empty(rows, 2, 2, TILE, dtype=torch.float32, device=device)
-    return values, sums, torch.empty(rows, 2, 2, dtype=torch.int64, device=device)
+def plan(tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True) -> tuning_data.Plan:
+    """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split."""
+    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut)
 
 
 def _launch(
@@ -109,9 +99,6 @@ def _launch(
     One kernel launch, or with `tail` [P, t, H, 512] (partials) two: the last t tokens' keys are cut into P shares, by a
     launch that takes multiprocessors as soon as the first has no more work for them. Nothing that it writes may be
     memory which was freed after the first launch. Whoever waits for the last launch has waited for both.
-
-    Two splits whose epilogue is not "partial" finish their rows themselves (attention_pairs.py): then all shares must
-    fit the GPU at once.
     """
     from .attention_kernel import attention_kernel
 
@@ -134,8 +121,6 @@ def _launch(
     total = batches * queries
     sink = None if sink is None else sink.contiguous()
     whole = tokens - (0 if tail is None else tail.out.shape[1])
-    paired = splits == 2 and epilogue.kind != "partial"
-    values, sums, flags = _meeting(tokens * blocks, q.device) if paired else (q, q, q)
     release = tuning_data.RELEASE_FIRST
     if epilogue.kind == "partial":
         release = tuning_data.hopper_merging(tokens * heads, splits).release
@@ -164,9 +149,6 @@ def _launch(
             out,
             out if scales is None else scales,
             out if to.lse is None else to.lse,
-            values,
-            sums,
-            flags,
             scale * LOG2E,
             to.floor,
             count * blocks * shares,
@@ -213,7 +195,6 @@ def _launch(
             BATCHED=batches > 1,
             ROPE_SHARED=rope and cos.shape[0] != total,
             PAGED=paged,
-            PAIRED=paired,
             # the space that it needs is free where codes are written, which take half of that of other outputs
             AHEAD=paged and to.kind == "quant",
             num_warps=4,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..launching import at
+from ..launching import at, ensure_context
 from ..modes import current
 from ..tuning.bgemm import Form, hopper_form
 from .gate import hopper_reason
@@ -80,6 +80,7 @@ def launch(
     count = groups * blocks_t * row_tiles
     bytes_layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     flat_layout = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    ensure_context()
     byte_weights = weight_scales.element_size() == 1
     arguments = (
         TensorDescriptor.from_tensor(codes.view(groups * tokens, width), [form.tokens, 128], bytes_layout),

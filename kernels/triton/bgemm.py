@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launching import at
+from ..launching import at, ensure_context
 from ..modes import current
 from ..tuning import bgemm as tuning
 from .interpreter import cast_fp32, decode_e4m3, device_of, e4m3_is_native, round_to
@@ -237,6 +237,7 @@ def fp8_bgemm(
     if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
+        ensure_context()
         descriptors = (
             TensorDescriptor.from_tensor(weight.view(groups * rows, k), [tile.block_r, block_k]),
             TensorDescriptor.from_tensor(codes.view(groups * tokens, k), [tile.block_t, block_k]),

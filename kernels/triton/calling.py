@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ..launching import ensure_context
+
 try:
     from triton import knobs
 except ImportError:  # a version without them, whose form is not known
@@ -63,6 +65,7 @@ class _Described:
 def _descriptor(metadata: Any, address: int, shape: list[int], strides: list[int], padding: str) -> list[Any]:
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
+    ensure_context()
     found: list[Any] = make_tensordesc_arg(_Described(_Address(address), shape, strides, padding), metadata)
     return found
 

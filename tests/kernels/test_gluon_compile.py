@@ -20,7 +20,6 @@ from fusion_pass.kernels.tuning.bgemm import Form
 SHARED_LIMIT = 232_448  # bytes a CTA can have on sm_90
 ROOT = Path(__file__).resolve().parents[2]
 POINTERS = {"index0": "*i32", "index1": "*i32", "length0": "*i32", "length1": "*i32", "lse": "*fp32", "sink": "*fp32"}
-POINTERS |= {"share_lse": "*fp32", "flags": "*i64"}
 BASE = {
     "HEADS": 128,
     "PER_GROUP": 8,
@@ -40,7 +39,6 @@ BASE = {
     "STRIDE0": 512,
     "STRIDE1": 512,
     "PAGED": False,
-    "PAIRED": False,
     "AHEAD": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
@@ -65,13 +63,6 @@ VARIANTS = {
         {**PAGES, "AHEAD": False, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
         {**BYTES, "index0": "*i64", "index1": "*i64"},
     ),
-    "quant, paired": ("quant", {"PAIRED": True}, QUANT),
-    "plain, paired": ("plain", {"PAIRED": True, "HEADS": 64}, {}),
-    "dense mask, packed, paired": (
-        "quant",
-        {"PAIRED": True, "POOLS": 1, "HAS_BIAS": True, "PACKED": True},
-        {"out": "*fp8e4nv", "scales": "*i8"},
-    ),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
 # name: (form, constants)
@@ -92,7 +83,7 @@ BGEMM_VARIANTS = {
     ),
     "bgemm, exponent scales": (Form(256, 128, 4, 1), {"PACKED_X": True, "BYTES_W": True}),
 }
-FAST = ("quant", "quant, paired", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
+FAST = ("quant", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
 
 
 def attention_source(name: str):

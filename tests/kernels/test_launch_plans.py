@@ -4,25 +4,20 @@ plan is dropped. Kernels and machine are stand-ins (fake_machine.py); the launch
 
 from __future__ import annotations
 
-import ast
 import gc
 import os
-import sys
 from ctypes import c_double, c_float, c_int32
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_machine import STREAM, FakeKernel, FakeMachine, descriptor
 from fusion_pass.kernels import launching
-from fusion_pass.kernels.modes import OFF, modes_of, using
-from fusion_pass.kernels.ops import SPECS, Launcher, decisions, dispatch
+from fusion_pass.kernels.modes import OFF
+from fusion_pass.kernels.ops import Launcher, decisions, dispatch
 from fusion_pass.kernels.ops.launch_plans import MAPS, Plan
 from fusion_pass.kernels.ops.recording import LAUNCHES, WORKSPACE_BYTES, record
-from launch_cases import cases
 
-ROOT = Path(__file__).parents[2]
 ops = torch.ops.fusion_pass
 NAMES = ["a", "b", "c", "size"]
 
@@ -384,174 +379,3 @@ def test_nothing_is_kept_alive(served):
         attend(*operands())
     gc.collect()
     assert sum(type(x) is torch.Tensor for x in gc.get_objects()) == before
-
-
-@pytest.fixture
-def compiled():
-    """(kernel, what its launch returns, arguments of the C function) with Triton's own classes and no GPU behind them:
-    parameters are a pointer, a descriptor of [8, 4] in tiles, a number and a compile-time constant."""
-    pytest.importorskip("triton")
-    from fusion_pass.kernels.triton import calling
-    from triton.backends.nvidia import driver
-    from triton.compiler import CompiledKernel
-
-    if reason := calling.unknown_form():
-        pytest.skip(reason)
-    made, launched = CompiledKernel.__new__(CompiledKernel), []
-    signature = {0: "*fp32", 1: "tensordesc<fp32[2, 4]>", 2: "i32", 3: "constexpr"}
-    meta = [{"swizzle": 0, "elem_size": 4, "elem_type": 7, "block_size": [2, 4], "fp4_padded": False}]
-    run = driver.CudaLauncher.__new__(driver.CudaLauncher)
-    run.launch = driver.wrap_handle_tensordesc(lambda *args: launched.append(args), signature, meta)
-    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
-    run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, True
-    made._run, made.function, made.packed_metadata, made.module = run, 4321, (4, 1, 0), "module"
-    made.src = SimpleNamespace(signature=signature)
-    made.metadata = SimpleNamespace(tensordesc_meta=meta)
-    return SimpleNamespace(debug=None, pre_run_hooks=[], arg_names=NAMES), made, launched
-
-
-def test_entry_calls_what_triton_calls(compiled, monkeypatch):
-    """With one and the same tensor, a replay hands the C function exactly what Triton's own launcher hands it."""
-    import triton
-    from fusion_pass.kernels.triton import calling
-
-    kernel, made, launched = compiled
-    encoded = SimpleNamespace(
-        fill_tma_descriptor=lambda *args: ("encoded", *args[:5], tuple(args[5]), tuple(args[6]), args[7])
-    )
-    fake_driver = SimpleNamespace(active=SimpleNamespace(utils=encoded))
-    monkeypatch.setattr(triton.runtime, "driver", fake_driver)
-    x = torch.zeros(8, 4)
-    entry = calling.entry(kernel, made, (3, 2))
-    assert not isinstance(entry, str), entry
-    made.run(3, 2, 1, 99, made.function, made.packed_metadata, None, None, None, x.data_ptr(), descriptor(x), 5, 0)
-    head = list(entry.head)
-    head[entry.stream] = 99
-    described = entry.descriptors[1](x.data_ptr(), [8, 4], [4, 1], "zero")
-    entry.call(*head, x.data_ptr(), *described, 5, 0)
-    assert launched[0] == launched[1] and list(entry.descriptors) == [1]
-    assert launched[1][:5] == (3, 2, 1, 99, 4321)
-
-
-def test_entry_refuses_what_it_does_not_know(compiled, monkeypatch):
-    from fusion_pass.kernels.triton import calling
-
-    kernel, made, _ = compiled
-    assert "NoneType" in calling.entry(kernel, None, (1,))
-    made._run.profile_scratch_size = 128
-    assert "scratch" in calling.entry(kernel, made, (1,))
-    made._run.profile_scratch_size = 0
-    kernel.pre_run_hooks.append(print)
-    assert "hooks" in calling.entry(kernel, made, (1,))
-    kernel.pre_run_hooks.clear()
-    made._run.launch = print
-    assert "descriptors" in calling.entry(kernel, made, (1,))
-    monkeypatch.setattr(calling, "KNOWN_TRITON", ((0, 1),))
-    calling.unknown_form.cache_clear()
-    try:
-        assert "is known for" in calling.entry(kernel, made, (1,))
-    finally:
-        calling.unknown_form.cache_clear()
-
-
-def test_hooks_and_debugging_are_noticed(compiled, monkeypatch):
-    from fusion_pass.kernels.triton import calling
-    from triton import knobs
-
-    assert calling.undisturbed()
-    for chain in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        chain.add(print)
-        assert not calling.undisturbed()
-        chain.remove(print)
-    for place, name, value in ((knobs.runtime, "debug", True), (knobs.compilation, "instrumentation_mode", "fpsan"),
-                               (knobs.runtime, "launch_enter_hook", print)):  # fmt: skip
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, value, raising=False)
-            assert not calling.undisturbed()
-    assert calling.undisturbed()
-
-
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (8, 64), (140, 16)])
-def test_our_launchers_are_recorded(tokens, heads, monkeypatch):
-    """Every launcher of ours in every form that models call: its plan launches for other tensors what it would launch
-    for them itself. (Kernels are stand-ins; sizes are those of a GPU with 132 multiprocessors.)"""
-    pytest.importorskip("triton")
-    assert not dispatch.load_providers()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    notes, fake = [], FakeMachine()
-    kernels: dict[str, FakeKernel] = {}
-
-    def at(kernel, grid):
-        stand_in = kernels.setdefault(
-            f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", FakeKernel(kernel.arg_names, notes)
-        )
-        return launching.at(stand_in, grid)
-
-    from fusion_pass.kernels.triton import merge, merge_rows, paged  # noqa: F401  (launchers import them when called)
-
-    package = launching.__name__.rpartition(".")[0]
-    for name, module in list(sys.modules.items()):
-        if name.startswith(package) and getattr(module, "at", None) is launching.at and module is not launching:
-            monkeypatch.setattr(module, "at", at)
-    done = 0
-    for (op, args, modes), (_, others, _) in zip(
-        *(cases(tokens, s, heads, 2, "cpu", 128) for s in (0, 1)), strict=True
-    ):
-        if tokens > 8 and op == "fp8_bgemm" and modes:
-            continue
-        for launcher in dispatch._launchers[op]:
-            if not launcher.replayable:
-                continue
-            with using(modes_of(**modes)):
-                outs = SPECS[op].empty(*args)
-                plan = record(fake.machine, args, outs, lambda call=launcher, a=args, o=outs: call.launch(o, *a))
-                assert isinstance(plan, Plan), (op, launcher.name, plan)
-                notes.clear()
-                launcher.launch(outs, *others)
-            ordinary = [note[1:] for note in notes]
-            notes.clear()
-            tensors = [value for value in others if isinstance(value, torch.Tensor)]
-            plan.replay(others, [t.data_ptr() for t in tensors], outs)
-            known = {t.data_ptr() for t in (*tensors, *outs) if t.numel()}
-            assert blurred(ordinary, known) == blurred([note[1:] for note in notes], known), (op, launcher.name)
-            done += 1
-    assert done > 80 and len(kernels) >= 8
-
-
-def test_queries_that_start_anywhere():
-    """The Hopper kernels copy queries 16 bytes at a time: contiguous ones that start elsewhere are copied first."""
-    from fusion_pass.kernels.gluon.attention import _aligned_q
-
-    q = torch.arange(2.0 * 4 * 8 + 1).bfloat16()
-    aligned, shifted = q[:-1].view(1, 2, 4, 8), q[1:].view(1, 2, 4, 8)
-    assert aligned.data_ptr() % 16 == 0 and _aligned_q(aligned) is aligned
-    copied = _aligned_q(shifted)
-    assert copied.data_ptr() % 16 == 0 and copied.is_contiguous() and torch.equal(copied, shifted)
-
-
-def blurred(launched, known):
-    """Launches with the addresses of workspaces, which are new at every call, replaced by the order of their use."""
-    order: dict[int, int] = {}
-
-    def plain(value):
-        if isinstance(value, tuple) and value and value[0] == "map":
-            return ("map", plain(value[1]), *value[2:])
-        if isinstance(value, int) and value > 1 << 32 and value not in known:
-            return ("workspace", order.setdefault(value, len(order)))
-        return value
-
-    return [(grid, stream, tuple(map(plain, values))) for grid, stream, values in launched]
-
-
-def test_every_launch_can_be_observed():
-    """No module of the kernels launches but through ``launching.at``: a launch past it would be missing from plans."""
-    found = []
-    for path in sorted((ROOT / "kernels").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-                named = ast.unparse(node.func.value)
-                if "kernel" in named or named == "list_visible_keys":
-                    found.append(f"{path.name}: {ast.unparse(node.func)}")
-    assert not found
-    used = [path for path in (ROOT / "kernels").rglob("*.py") if "launching import at" in path.read_text()]
-    assert len(used) >= 8

@@ -14,6 +14,7 @@ from op_cases import NEG_INF, Maker
 
 pytest.importorskip("triton")
 
+from fusion_pass.kernels import launching  # noqa: E402
 from fusion_pass.kernels.modes import modes_of, using  # noqa: E402
 from fusion_pass.kernels.ops import SPECS, decisions, dispatch  # noqa: E402
 from fusion_pass.kernels.triton import calling  # noqa: E402
@@ -150,7 +151,38 @@ def test_threads():
             thread.start()
         for thread in threads:
             thread.join()
-        assert not failures, failures[0]
+        assert not failures, repr(failures[0])[-600:]
+
+
+@pytest.mark.parametrize("plans", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_threads_that_have_not_used_the_gpu(plans, captured, monkeypatch):
+    """A product, whose tensor descriptors need a CUDA context, as the first thing that a thread does."""
+    monkeypatch.setattr(decisions, "REPLAYS", plans)
+    case = some(8, 0)[3]
+    call(*case)
+    want, results, failures = ordinary(*case), [], []
+    torch.cuda.synchronize()
+
+    def work():
+        try:
+            with torch.no_grad():
+                results.append(call(*case))
+        except BaseException as error:
+            failures.append(error)
+
+    if captured:  # the context of a thread that captures is there, but was never asked for
+        launching._thread.has_context = False
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+    else:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert not failures, repr(failures[0])[-600:]
+    check(results[0], want)
 
 
 @pytest.mark.parametrize("calls_before", [0, 1])
