@@ -68,15 +68,17 @@ def run(python: Path, tests: list[str], workers: int) -> dict[str, Any]:
 
 
 def record(result: dict[str, Any]) -> None:
-    """Put a result into docs/versions.json, in place of an older one of the same versions and tests; one of the whole
-    suite takes the place of all older ones of its versions."""
+    """Put a result into docs/versions.json, in place of the older ones of the same versions whose tests it ran."""
+    def covered(row: dict[str, Any]) -> bool:
+        ran = tuple(end for test in result["tests"] for end in (f"{test}/", f"{test}::"))
+        return key(row)[:3] == key(result)[:3] and all(
+            test in result["tests"] or test.startswith(ran) for test in row["tests"])
+
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["torch"], row["transformers"], row["device"], tuple(row["tests"])
 
     rows = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
-    whole = result["tests"] == ["tests"]
-    kept = [row for row in rows if key(row) != key(result) and not (whole and key(row)[:3] == key(result)[:3])]
-    rows = sorted([*kept, result], key=key)
+    rows = sorted([*(row for row in rows if not covered(row)), result], key=key)
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
 
 

@@ -20,7 +20,8 @@ def test_versions_are_kept_once(tmp_path, monkeypatch):
     tool = load("version_matrix")
     monkeypatch.setattr(tool, "RESULTS", tmp_path / "versions.json")
     row = {"torch": "2.13.0", "transformers": "5.24.0", "device": "cpu", "tests": ["tests"], "passed": 1}
-    for other in ({}, {"passed": 2}, {"torch": "2.11.0"}, {"tests": ["tests/graphs"]}):
+    inside = {"tests": ["tests/graphs/test_a.py::test_b"]}
+    for other in ({}, {"passed": 2}, {"torch": "2.11.0"}, inside, {"tests": ["tests/graphs"]}):
         tool.record(row | other)
     kept = json.loads((tmp_path / "versions.json").read_text())
     assert [(r["torch"], r["tests"], r["passed"]) for r in kept] == [
