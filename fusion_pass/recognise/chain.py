@@ -23,7 +23,7 @@ from .context import Context
 from .coverage import unseen
 from .projection import recognise_fp8_weight, recognise_grouping
 from .quant_path import CONTRACTIONS, FP8, Cones, QuantPath, dtype_of
-from .quantisation import agrees_everywhere, recognise_quantisation
+from .quantisation import Quantisation, agrees_everywhere, recognise_quantisation
 from .refusal import Refused
 from .rotation import Rotation, recognise_rotation
 from .structure import Structure, read_structure
@@ -193,8 +193,7 @@ class ChainFinder:
                            + ", ".join(a.node.name for a in anchors), anchors[-1].node)
         chain = Chain(anchors, rotation, grouping)
         if candidate.path.casts or candidate.path.scales:
-            found = recognise_quantisation(rotation, candidate.path, self.sizes, self.follower,
-                                           self.context.tensor_constant)
+            found = self._quantisation(rotation, candidate)
             if isinstance(found, Refused):
                 return found
             chain.quantisation = found
@@ -203,6 +202,13 @@ class ChainFinder:
                 chain.weight = recognise_fp8_weight(anchors[0].contraction, grouping.groups, self.sizes,
                                                     self.follower)
         return self._covered(self.with_attention(chain))
+
+    def _quantisation(self, rotation: Rotation, candidate: _Candidate) -> Quantisation | Refused:
+        try:
+            return recognise_quantisation(rotation, candidate.path, self.sizes, self.follower,
+                                          self.context.tensor_constant)
+        except (Unsized, Unevaluated) as error:
+            return Refused("fp8_quant", str(error), rotation.node)
 
     def _covered(self, chain: Chain) -> Chain | Refused:
         """Proofs look at samples; what lies on the way of other elements only is looked at here, or not removed."""

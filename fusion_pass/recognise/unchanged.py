@@ -17,7 +17,7 @@ from ..elements.constants import FACTORIES, constant_values
 from ..elements.dependence import has_property, tensor_inputs
 from ..elements.follow import Through
 from ..elements.loads import INDEXED, STORES
-from ..elements.moves import Piece, broadcast_index, is_float_cast, is_move, sources
+from ..elements.moves import CASTS, Piece, broadcast_index, is_float_cast, is_move, sources
 from ..elements.sizes import Sizes
 from ..fx_access import args_of, kwargs_of
 
@@ -74,6 +74,9 @@ class Known:
         if node.target in TO_COMPLEX:
             re, im = (self.values(args_of(node)[0], index * 2 + part, depth + 1).real for part in (0, 1))
             return torch.complex(re, im)
+        if node.target in CASTS:        # those that are no moves, from integers; a second argument may be a dtype
+            kept = node.meta["val"].dtype.is_floating_point
+            return self.values(args_of(node)[0], index, depth + 1) if kept else unknown
         rule = _KNOWN.get(node.target)
         if rule is None and is_fma(node):
             rule = lambda a, b, c: product(a, b) + c  # noqa: E731
@@ -112,7 +115,6 @@ _KNOWN: dict[Any, Callable[..., torch.Tensor]] = {
     aten.complex.default: lambda re, im: torch.complex(re.real, im.real),
     aten.resolve_conj.default: lambda a: a, aten.resolve_neg.default: lambda a: a,
     aten.conj_physical.default: torch.conj_physical, aten._conj_physical.default: torch.conj_physical,
-    **dict.fromkeys((aten._to_copy.default, torch.ops.prims.convert_element_type.default), lambda a, *_: a),
 }
 
 
@@ -124,7 +126,7 @@ def may_leave_unchanged(node: fx.Node) -> bool:
     return node.target in _ARITHMETIC or is_fma(node)
 
 
-_LOOKED_THROUGH = {*_KNOWN, *INDEXED, *STORES, *TO_REAL, *TO_COMPLEX}
+_LOOKED_THROUGH = {*_KNOWN, *CASTS, *INDEXED, *STORES, *TO_REAL, *TO_COMPLEX}
 
 
 def unchanged(sizes: Sizes, through: Through | None) -> Through:

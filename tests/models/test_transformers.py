@@ -122,6 +122,28 @@ def test_the_cache_goes_by_the_name_of_this_release(models):
     assert cache.get_seq_length() == prompt(2).shape[1]
 
 
+def test_fp8_chain_in_the_graph_that_inductor_sees():
+    """Its decompositions turn the cast of integer positions into an operator whose dtype is a plain argument."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+
+    found = []
+
+    def compiler(graph_module, inputs):
+        assert any(node.target is torch.ops.prims.convert_element_type.default for node in graph_module.graph.nodes)
+        found.append(fusion_pass.rewrite(graph_module, Config(strict=True)))
+        return make_boxed_func(graph_module.forward)
+
+    model = random_deepseek_v4("tiny", layer_types=["sliding_attention"], dtype=torch.bfloat16)
+    replace_grouped_linear(model)
+    ids = prompt(1)
+    backend = aot_autograd(fw_compiler=compiler, inference_compiler=compiler, decompositions=select_decomp_table())
+    logits = torch.compile(model, backend=backend, fullgraph=True)(ids, use_cache=False).logits
+    assert [chain.roles for report in found for chain in report.fused] == [FP8_ROLES]
+    assert relative(logits, model(ids, use_cache=False).logits) < TOLERANCE[torch.bfloat16, True]
+
+
 @pytest.mark.parametrize("dtype, fp8, batch", some_slow(FORMS[:3], {(0, 1), (2, 2)}))
 def test_cached_prefill_and_decode(models, dtype, fp8, batch):
     model, ids, reports = models(dtype, fp8), prompt(batch), Reports()
