@@ -129,7 +129,7 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
         ]
     if mla is not None and gemm is not None:
         joined = [torch.cat(p) for p in pools]
-        quantise = [peers.quantisation(x.cos, x.sin, groups)[1] for x, _, _ in cases]
+        quantise = [peers.quantisation(x.cos, x.sin, groups) for x, _, _ in cases]
         calls["peers, bf16 KV"] = [
             partial(theirs, peers.flash_mla_bf16(mla, x, joined[k]), quant, gemm, x, w)
             for (x, w, k), quant in zip(cases, quantise, strict=True)

@@ -188,7 +188,6 @@ def stand_in_quantisation(cos: Tensor, sin: Tensor, groups: int) -> Quantisation
     return quantise
 
 
-def quantisation(cos: Tensor, sin: Tensor, groups: int) -> tuple[str, Quantisation]:
-    """(its name in tables, the kernel that a peers' chain uses): vLLM's, else the stand-in."""
-    vllm = vllm_quantisation(cos, sin, groups)
-    return ("vLLM", vllm) if vllm is not None else ("stand-in", stand_in_quantisation(cos, sin, groups))
+def quantisation(cos: Tensor, sin: Tensor, groups: int) -> Quantisation:
+    """The kernel that a peers' chain uses: vLLM's, else the stand-in."""
+    return vllm_quantisation(cos, sin, groups) or stand_in_quantisation(cos, sin, groups)
