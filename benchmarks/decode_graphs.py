@@ -71,7 +71,10 @@ def prepare(profile: bool, case: Case, alone: Any) -> processes.Timing:
     functorch.enable_autograd_cache = False
     row = _labels(case)
     with torch.no_grad():
-        time_it = prepare_step(slices.build("bf16"), *case, row, alone=alone, profile=profile)
+        with alone:  # weights are in float32 at first
+            model = slices.build("bf16")
+            harness.free()
+        time_it = prepare_step(model, *case, row, alone=alone, profile=profile)
 
     def timing() -> list[dict[str, Any]]:
         with torch.no_grad():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -143,10 +144,22 @@ def norm_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return float((out - reference.double()).norm() / reference.double().norm())
 
 
+def kernels_state() -> str:
+    """The first digits of a hash over the sources of the kernels: results with the same one are of the same kernels."""
+    import fusion_pass.kernels
+
+    digest = hashlib.sha256()
+    for folder in fusion_pass.kernels.__path__:
+        for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
 def environment() -> dict[str, Any]:
-    """Versions, GPU and driver that a result belongs to."""
+    """Versions, GPU, driver and kernels that a result belongs to."""
     info: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kernels": kernels_state(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

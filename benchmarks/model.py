@@ -65,8 +65,8 @@ def prepare(case: Case, alone: Any) -> processes.Timing:
     rows: list[dict[str, Any]] = []
     reference = None
     with torch.no_grad():
-        model = build(form)
         with alone:  # eager keeps all attention scores: at 8,192 tokens they are half of the GPU's memory
+            model = build(form)  # in float32 at first
             inputs = prompts(model, tokens) if phase == "prefill" else caches(model, tokens)
             reference = model(**next(inputs)).logits
             harness.free()
