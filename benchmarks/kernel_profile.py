@@ -22,10 +22,11 @@ PATTERNS = (
 
 def own_kernels() -> set[str]:
     """Names of all Triton and Gluon functions of this package that were imported."""
-    from triton.runtime.jit import JITFunction
+    from triton.runtime.jit import KernelInterface
 
     modules = [module for name, module in sys.modules.items() if name.startswith("fusion_pass.kernels")]
-    return {value.__name__ for module in modules for value in vars(module).values() if isinstance(value, JITFunction)}
+    values = (value for module in modules for value in vars(module).values())
+    return {value.fn.__name__ for value in values if isinstance(value, KernelInterface)}
 
 
 def category(name: str, own: set[str]) -> str:

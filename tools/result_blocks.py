@@ -147,7 +147,7 @@ def decode_step(read: Read) -> str:
         if plain and ours:
             rest = ours[1] - ours[2]["attention and merge"]
             text.append(f"At batch {batch} the kernels beside attention and merge are {rest / ours[1]:.0%} of the sum "
-                        "of kernel times in the step with the pass; with no time at all for those two that sum would be "
+                        "of kernel times in the step with the pass; with no time at all for those two, that sum is "
                         f"{rest / plain[1]:.2f} of plain Inductor's.")
     if not listed:
         return wrapped(" ".join(text))
