@@ -4,7 +4,9 @@ one after the other, while no other of them works."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,8 +20,23 @@ Timing = Callable[[], list[Row]]
 # prepare(case, alone): compile and run the case once; what it returns times it. `alone`: a lock for steps that take
 # much of the GPU's memory. A function of a module (the processes import it).
 Prepare = Callable[[Any, Any], Timing]
-LIMIT_S = 900.0
+LIMIT_S, TIMING_LIMIT_S = 900.0, 40.0
 OUT_OF_MEMORY_TRIES = 3
+
+
+class Alone:
+    """A lock between processes, which a process that dies gives back."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __enter__(self) -> None:
+        self.file = open(self.path)
+        fcntl.flock(self.file, fcntl.LOCK_EX)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self.file, fcntl.LOCK_UN)  # whoever was forked meanwhile has the file open as well
+        self.file.close()
 
 
 def run_cases(
@@ -34,11 +51,12 @@ def run_cases(
 
     go: when every case is prepared, write ``go`` + ".ready" and wait for the file ``go`` before the first is timed, so
     that a script can prepare several tables and have the GPU to itself for each. limit_s: seconds for all preparations
-    together, for the wait, and for the timing of each case; what is not done then counts as failed. Raises TimeoutError
-    when ``go`` does not appear.
+    together, and for the wait; a case's timing gets ``TIMING_LIMIT_S``. What is not done then counts as failed. Raises
+    TimeoutError when ``go`` does not appear.
     """
     context = torch.multiprocessing.get_context("spawn")
-    alone = context.Lock()
+    turn = tempfile.NamedTemporaryFile()
+    alone = Alone(turn.name)
     threads = max(2, (os.cpu_count() or 2) // max(1, len(cases)))
     pipes, processes = [], []
     for case in cases:
@@ -53,8 +71,9 @@ def run_cases(
         found = [_answer(pipe, deadline) for pipe in pipes]
         if go is not None:
             _wait_for(go, limit_s)
-        return [_timed(pipe, limit_s) if answer is None else answer for pipe, answer in zip(pipes, found, strict=True)]
+        return [_timed(pipe) if answer is None else answer for pipe, answer in zip(pipes, found, strict=True)]
     finally:
+        turn.close()
         for pipe in pipes:
             pipe.close()  # a process that still waits ends with it
         for process in processes:
@@ -82,12 +101,12 @@ def _answer(pipe: Any, deadline: float) -> Any:
     return "not done within the time limit"
 
 
-def _timed(pipe: Any, limit_s: float) -> Any:
+def _timed(pipe: Any) -> Any:
     try:
         pipe.send("time it")
     except OSError:
         return "its process ended without a word"
-    return _answer(pipe, time.monotonic() + limit_s)
+    return _answer(pipe, time.monotonic() + TIMING_LIMIT_S)
 
 
 def _case(prepare: Prepare, case: Any, pipe: Any, alone: Any, threads: int) -> None:
@@ -99,6 +118,7 @@ def _case(prepare: Prepare, case: Any, pipe: Any, alone: Any, threads: int) -> N
         pipe.send(None)
         pipe.recv()
         pipe.send(time_it())
+        pipe.recv()  # stays until all are timed: to take down what it holds of the GPU would disturb the others
     except EOFError:
         return
     except Exception:

@@ -145,7 +145,10 @@ def targets() -> str:
 
 
 def _result(values: dict[str, Any]) -> str:
-    env, rows = values["environment"], values["rows"]
+    env, failed = values["environment"], [row for row in values["rows"] if "failed" in row]
+    rows = [row for row in values["rows"] if "failed" not in row]
+    if failed:
+        return _result({**values, "rows": rows}) + f"\n\n{len(failed)} more cases failed, as the JSON says."
     if values["benchmark"] == "tensor_parallel":
         return tensor_parallel()
     title = (f"**{values['benchmark']}** on {env.get('gpu', 'an unnamed device')}, torch {env.get('torch', '?')}, "

@@ -102,8 +102,9 @@ def how_fast(read: Read) -> str:
     if host:
         parts.append(f"Without CUDA graphs the host is the limit: a fused op costs {_range(host['replay'])} us of host "
                      "time where its form was seen before ([launch plans](docs/how-it-works.md#launch-plans)), "
-                     f"{_range(host['ordinary'])} where it is launched the ordinary way, and one `torch.bmm` "
-                     f"{_range(host['one'])}. Decode under CUDA graphs.")
+                     f"{_range(host['ordinary'])} where it is launched the ordinary way"
+                     + (f", {_range(host['first'])} at the first call of a form" if host["first"] else "")
+                     + f", and one `torch.bmm` {_range(host['one'])}. Decode under CUDA graphs.")
     return wrapped(" ".join(parts))
 
 
@@ -112,17 +113,15 @@ def _captured(read: Read) -> list[dict[str, Any]]:
 
 
 def _host(read: Read) -> dict[str, list[float]] | None:
-    """Host microseconds of 64 heads' calls: by launch plan, without, and of one kernel."""
+    """Host microseconds of 64 heads' calls: by launch plan, without, when the plan is made, and of one kernel."""
     rows = [row for row in rows_of(read, "host") if row["shape"].startswith("flash")]
     rows = rows or (read("hopper_variants_sweep") or {"parts": {}})["parts"].get(HOST_PART, [])
-    found: dict[str, list[float]] = {"replay": [], "ordinary": [], "one": []}
+    found: dict[str, list[float]] = {"replay": [], "ordinary": [], "one": [], "first": []}
     for row in rows:
-        if row["us"] is None:
-            continue
         kind = "one" if ONE_KERNEL in row["shape"] else row["variant"].partition(" ")[0]
         if kind in found:
             found[kind].append(row["us"])
-    return found if all(found.values()) else None
+    return found if all(found[kind] for kind in ("replay", "ordinary", "one")) else None
 
 
 def decode_step(read: Read) -> str:
