@@ -347,6 +347,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "variants": variants, "targets": targets,
     "sources": lambda: result_blocks.sources(_read), "how-fast": lambda: result_blocks.how_fast(_read),
     "decode-step": lambda: result_blocks.decode_step(_read),
+    "measured-attention": lambda: result_blocks.measured_attention(_read),
+    "measured-pages": lambda: result_blocks.measured_pages(_read),
+    "measured-product": lambda: result_blocks.measured_product(_read),
+    "measured-rotation": lambda: result_blocks.measured_rotation(_read),
 }
 _BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)
 

@@ -15,6 +15,7 @@ Rows = dict[tuple[Any, ...], dict[str, Any]]
 HOST_PART = "host time of a call, 64 heads"  # of the sweep, until host.json is committed
 PROFILE_PART = "decode step of a 4-layer slice, batch 1: kernels of one replayed CUDA graph"
 ONE_KERNEL = "torch.bmm"
+NO_FIGURES = "No figures are committed."
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -122,6 +123,48 @@ def _host(read: Read) -> dict[str, list[float]] | None:
         if kind in found:
             found[kind].append(row["us"])
     return found if all(found[kind] for kind in ("replay", "ordinary", "one")) else None
+
+
+def measured_attention(read: Read) -> str:
+    """Attention with the whole epilogue against FlashMLA, which leaves rotation and quantisation to others."""
+    ours, theirs = "fusion_pass, inverse RoPE + FP8", "FlashMLA, bf16 KV"
+    found = _at_tokens(read, "attention", ours, theirs, low=64)
+    parts = (f"{other / own:.2f} at {tokens:,}" for tokens, own, other in found)
+    return wrapped("In `attention.json` FlashMLA's kernel over bf16 rows takes, of the time of ours with the whole "
+                   f"epilogue: {_list(parts)} tokens of 128 heads.") if found else NO_FIGURES
+
+
+def measured_pages(read: Read) -> str:
+    """What FP8 pages cost the attention."""
+    pages = "fusion_pass, FP8 KV, inverse RoPE + FP8"
+    found = _at_tokens(read, "attention", pages, "fusion_pass, inverse RoPE + FP8", low=1)
+    parts = (f"{own - other:.1f} us at {tokens:,}" for tokens, own, other in found)
+    return wrapped("In `attention.json` the kernel over pages takes longer than the one over bf16 rows by "
+                   f"{_list(parts)} tokens of 128 heads.") if found else NO_FIGURES
+
+
+def measured_product(read: Read) -> str:
+    """The product alone against DeepGEMM's."""
+    found = _at_tokens(read, "bgemm", "fusion_pass", "DeepGEMM", low=64)
+    parts = (f"{own:.1f} us at {tokens:,} ({other:.1f})" for tokens, own, other in found)
+    return wrapped(f"In `bgemm.json` the product takes {_list(parts)} tokens of 128 heads; in brackets DeepGEMM."
+                   ) if found else NO_FIGURES
+
+
+def measured_rotation(read: Read) -> str:
+    """Standalone rotation and quantisation against the stand-in and vLLM's kernel."""
+    rows = [row for row in rows_of(read, "rope_quant") if row["variant"] == "default" and row["shape"] == "pro"
+            and "vLLM / this" in row]
+    parts = (f"{row['us']:.1f} us at {row['T']:,} ({row['ratio']:.2f}, {row['vLLM / this']:.2f})" for row in rows)
+    return wrapped(f"In `rope_quant.json` it takes {_list(parts)} tokens of 128 heads; in brackets how many times as long "
+                   "the stand-in and vLLM's own kernel take in the same run.") if rows else NO_FIGURES
+
+
+def _at_tokens(read: Read, name: str, ours: str, theirs: str, low: int) -> list[tuple[int, float, float]]:
+    """(tokens, our time, their time) of the 128-head rows from ``low`` tokens on that have both."""
+    rows = by_place(read, name)
+    return [(tokens, row["us"], rows["pro", tokens, theirs]["us"]) for (shape, tokens, variant), row in rows.items()
+            if shape == "pro" and variant == ours and tokens >= low and ("pro", tokens, theirs) in rows]
 
 
 def decode_step(read: Read) -> str:

@@ -106,3 +106,23 @@ def test_sentences_about_results(tool, tmp_path, monkeypatch):
     text = tool.BLOCKS["decode-step"]().replace("\n", " ")
     assert "takes 0.75 of plain" in text and "are 75% of the sum" in text and "that sum is 0.45 of plain" in text
     assert "| 1 | fusion_pass | 9 | 60.0 | 15.0 | 45.0 |" in text
+
+
+def test_figures_beside_the_peers(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "RESULTS", tmp_path)
+    blocks = ("measured-attention", "measured-pages", "measured-product", "measured-rotation")
+    assert {tool.BLOCKS[name]() for name in blocks} == {"No figures are committed."}
+
+    def write(name, **times):
+        rows = [{"shape": shape, "T": 64, "variant": variant, "us": us, "ratio": 1.5,
+                 "vLLM / this": 2.25} for variant, us in times.items() for shape in ("pro", "flash")]  # fmt: skip
+        (tmp_path / f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}))
+
+    ours = "fusion_pass, {}inverse RoPE + FP8"
+    write("attention", **{ours.format(""): 40.0, ours.format("FP8 KV, "): 53.5, "FlashMLA, bf16 KV": 42.0})
+    assert "epilogue: 1.05 at 64 tokens" in tool.BLOCKS["measured-attention"]().replace("\n", " ")
+    assert "by 13.5 us at 64 tokens" in tool.BLOCKS["measured-pages"]().replace("\n", " ")
+    write("bgemm", fusion_pass=20.0, DeepGEMM=21.5)
+    assert "20.0 us at 64 (21.5) tokens of 128 heads" in tool.BLOCKS["measured-product"]().replace("\n", " ")
+    write("rope_quant", default=5.2, vLLM=11.7)
+    assert "5.2 us at 64 (1.50, 2.25) tokens of 128 heads" in tool.BLOCKS["measured-rotation"]().replace("\n", " ")
