@@ -82,30 +82,43 @@ def how_fast(read: Read) -> str:
             if name == f"fusion_pass, {kv} KV" and theirs is not None:
                 over[kv].append(theirs["us"] / row["us"])
     if all(over.values()):
-        parts.append("Over the same kind of cache the peers' chain takes "
-                     + " and ".join(f"{min(found):.2f} to {max(found):.2f} times as long ({kv} keys)"
-                                    for kv, found in over.items()) + ".")
+        parts.append(
+            "Over the same kind of cache the peers' chain takes "
+            + " and ".join(
+                f"{min(found):.2f} to {max(found):.2f} times as long ({kv} keys)" for kv, found in over.items()
+            )
+            + "."
+        )
     prompts, models = [], by_place(read, "model")
     for (shape, tokens, name), row in models.items():
         plain = models.get((shape, tokens, "inductor"))
         if name == "fusion_pass" and row["phase"] == "prefill" and row["form"] == "bf16" and plain:
-            prompts.append(f"a prompt of {tokens:,} tokens {row['ms'] / plain['ms']:.2f} of its time and "
-                           f"{row['peak_gib'] / plain['peak_gib']:.2f} of its memory")
-    steps = [f"{row['relative_to_inductor']:.2f} at batch {row['batch']}" for row in _captured(read)
-             if row["variant"] == "fusion_pass"]
+            prompts.append(
+                f"a prompt of {tokens:,} tokens {row['ms'] / plain['ms']:.2f} of its time and "
+                f"{row['peak_gib'] / plain['peak_gib']:.2f} of its memory"
+            )
+    steps = [
+        f"{row['relative_to_inductor']:.2f} at batch {row['batch']}"
+        for row in _captured(read)
+        if row["variant"] == "fusion_pass"
+    ]
     if prompts and steps:
-        parts.append(f"Against plain Inductor, transformers' model (four layers) takes for {_list(prompts)}, and for a "
-                     f"decode step in a CUDA graph {_list(steps)} of its time: most of a step is experts and "
-                     "projections that the pass does not touch.")
+        parts.append(
+            f"Against plain Inductor, transformers' model (four layers) takes for {_list(prompts)}, and for a "
+            f"decode step in a CUDA graph {_list(steps)} of its time: most of a step is experts and "
+            "projections that the pass does not touch."
+        )
     if "stand-in" in peers(read):
         parts.insert(1, peers(read))
     host = _host(read)
     if host:
-        parts.append(f"Without CUDA graphs the host is the limit: a fused op costs {_range(host['replay'])} us of host "
-                     "time where its form was seen before ([launch plans](docs/how-it-works.md#launch-plans)), "
-                     f"{_range(host['ordinary'])} where it is launched the ordinary way"
-                     + (f", {_range(host['first'])} at the first call of a form" if host["first"] else "")
-                     + f", and one `torch.bmm` {_range(host['one'])}. Decode under CUDA graphs.")
+        parts.append(
+            f"Without CUDA graphs the host is the limit: a fused op costs {_range(host['replay'])} us of host "
+            "time where its form was seen before ([launch plans](docs/how-it-works.md#launch-plans)), "
+            f"{_range(host['ordinary'])} where it is launched the ordinary way"
+            + (f", {_range(host['first'])} at the first call of a form" if host["first"] else "")
+            + f", and one `torch.bmm` {_range(host['one'])}. Decode under CUDA graphs."
+        )
     return wrapped(" ".join(parts))
 
 
@@ -130,8 +143,14 @@ def measured_attention(read: Read) -> str:
     ours, theirs = "fusion_pass, inverse RoPE + FP8", "FlashMLA, bf16 KV"
     found = _at_tokens(read, "attention", ours, theirs, low=64)
     parts = (f"{other / own:.2f} at {tokens:,}" for tokens, own, other in found)
-    return wrapped("In `attention.json` FlashMLA's kernel over bf16 rows takes, of the time of ours with the whole "
-                   f"epilogue: {_list(parts)} tokens of 128 heads.") if found else NO_FIGURES
+    return (
+        wrapped(
+            "In `attention.json` FlashMLA's kernel over bf16 rows takes, of the time of ours with the whole "
+            f"epilogue: {_list(parts)} tokens of 128 heads."
+        )
+        if found
+        else NO_FIGURES
+    )
 
 
 def measured_pages(read: Read) -> str:
@@ -139,32 +158,53 @@ def measured_pages(read: Read) -> str:
     pages = "fusion_pass, FP8 KV, inverse RoPE + FP8"
     found = _at_tokens(read, "attention", pages, "fusion_pass, inverse RoPE + FP8", low=1)
     parts = (f"{own - other:.1f} us at {tokens:,}" for tokens, own, other in found)
-    return wrapped("In `attention.json` the kernel over pages takes longer than the one over bf16 rows by "
-                   f"{_list(parts)} tokens of 128 heads.") if found else NO_FIGURES
+    return (
+        wrapped(
+            "In `attention.json` the kernel over pages takes longer than the one over bf16 rows by "
+            f"{_list(parts)} tokens of 128 heads."
+        )
+        if found
+        else NO_FIGURES
+    )
 
 
 def measured_product(read: Read) -> str:
     """The product alone against DeepGEMM's."""
     found = _at_tokens(read, "bgemm", "fusion_pass", "DeepGEMM", low=64)
     parts = (f"{own:.1f} us at {tokens:,} ({other:.1f})" for tokens, own, other in found)
-    return wrapped(f"In `bgemm.json` the product takes {_list(parts)} tokens of 128 heads; in brackets DeepGEMM."
-                   ) if found else NO_FIGURES
+    return (
+        wrapped(f"In `bgemm.json` the product takes {_list(parts)} tokens of 128 heads; in brackets DeepGEMM.")
+        if found
+        else NO_FIGURES
+    )
 
 
 def measured_rotation(read: Read) -> str:
     """Standalone rotation and quantisation against the stand-in and vLLM's kernel."""
-    rows = [row for row in rows_of(read, "rope_quant") if row["variant"] == "default" and row["shape"] == "pro"
-            and "vLLM / this" in row]
+    rows = [
+        row
+        for row in rows_of(read, "rope_quant")
+        if row["variant"] == "default" and row["shape"] == "pro" and "vLLM / this" in row
+    ]
     parts = (f"{row['us']:.1f} us at {row['T']:,} ({row['ratio']:.2f}, {row['vLLM / this']:.2f})" for row in rows)
-    return wrapped(f"In `rope_quant.json` it takes {_list(parts)} tokens of 128 heads; in brackets how many times as long "
-                   "the stand-in and vLLM's own kernel take in the same run.") if rows else NO_FIGURES
+    return (
+        wrapped(
+            f"In `rope_quant.json` it takes {_list(parts)} tokens of 128 heads; in brackets how many times as "
+            "long the stand-in and vLLM's own kernel take in the same run."
+        )
+        if rows
+        else NO_FIGURES
+    )
 
 
 def _at_tokens(read: Read, name: str, ours: str, theirs: str, low: int) -> list[tuple[int, float, float]]:
     """(tokens, our time, their time) of the 128-head rows from ``low`` tokens on that have both."""
     rows = by_place(read, name)
-    return [(tokens, row["us"], rows["pro", tokens, theirs]["us"]) for (shape, tokens, variant), row in rows.items()
-            if shape == "pro" and variant == ours and tokens >= low and ("pro", tokens, theirs) in rows]
+    return [
+        (tokens, row["us"], rows["pro", tokens, theirs]["us"])
+        for (shape, tokens, variant), row in rows.items()
+        if shape == "pro" and variant == ours and tokens >= low and ("pro", tokens, theirs) in rows
+    ]
 
 
 def decode_step(read: Read) -> str:
@@ -173,32 +213,44 @@ def decode_step(read: Read) -> str:
     batches = sorted({batch for batch, variant in captured if (batch, "inductor") in captured})
     if not batches:
         return "No decode steps are committed: `python -m benchmarks decode_graphs --profile` times them."
-    reached = [f"{captured[batch, 'fusion_pass']['relative_to_inductor']:.2f} of plain Inductor's time at batch {batch}"
-               for batch in batches if (batch, "fusion_pass") in captured]
+    reached = [
+        f"{captured[batch, 'fusion_pass']['relative_to_inductor']:.2f} of plain Inductor's time at batch {batch}"
+        for batch in batches
+        if (batch, "fusion_pass") in captured
+    ]
     text = [f"The whole step of transformers' 4-layer slice takes {_list(reached)}."]
     profiled = {place: row for place, row in captured.items() if "profile" in row}
     if profiled:
         listed: dict[tuple[int, str], tuple[int, float, dict[str, float]]] = {
-            place: (row["kernels"], row["kernel_us"], row["profile"]) for place, row in profiled.items()}
+            place: (row["kernels"], row["kernel_us"], row["profile"]) for place, row in profiled.items()
+        }
     else:
         old = (read("hopper_variants_sweep") or {"parts": {}})["parts"].get(PROFILE_PART, [])
-        listed = {(1, row["variant"]): (row["kernels"], row["microseconds"], dict(list(row.items())[3:]))
-                  for row in old}
+        listed = {
+            (1, row["variant"]): (row["kernels"], row["microseconds"], dict(list(row.items())[3:])) for row in old
+        }
     for batch in sorted({batch for batch, _ in listed}):
         plain, ours = listed.get((batch, "inductor")), listed.get((batch, "fusion_pass"))
         if plain and ours:
             rest = ours[1] - ours[2]["attention and merge"]
-            text.append(f"At batch {batch} the kernels beside attention and merge are {rest / ours[1]:.0%} of the sum "
-                        "of kernel times in the step with the pass; with no time at all for those two, that sum is "
-                        f"{rest / plain[1]:.2f} of plain Inductor's.")
+            text.append(
+                f"At batch {batch} the kernels beside attention and merge are {rest / ours[1]:.0%} of the sum "
+                "of kernel times in the step with the pass; with no time at all for those two, that sum is "
+                f"{rest / plain[1]:.2f} of plain Inductor's."
+            )
     if not listed:
         return wrapped(" ".join(text))
     head = ["batch", "variant", "kernels", "microseconds", *next(iter(listed.values()))[2]]
-    rows = ([str(batch), variant, str(count), f"{total:.1f}", *(f"{us:.1f}" for us in times.values())]
-            for (batch, variant), (count, total, times) in sorted(listed.items(), key=lambda item: (
-                item[0][0], item[0][1] == "fusion_pass")))
-    return (wrapped(" ".join(text)) + "\n\nKernels of one replayed CUDA graph (sums of their times, which count what "
-            "overlaps twice):\n\n" + table(head, rows))
+    rows = (
+        [str(batch), variant, str(count), f"{total:.1f}", *(f"{us:.1f}" for us in times.values())]
+        for (batch, variant), (count, total, times) in sorted(
+            listed.items(), key=lambda item: (item[0][0], item[0][1] == "fusion_pass")
+        )
+    )
+    return (
+        wrapped(" ".join(text)) + "\n\nKernels of one replayed CUDA graph (sums of their times, which count what "
+        "overlaps twice):\n\n" + table(head, rows)
+    )
 
 
 def targets(read: Read) -> str:
@@ -212,8 +264,9 @@ def targets(read: Read) -> str:
         def reached(at: tuple[str, int]) -> tuple[float, float, str]:
             """Against the fastest chain of the peers, whatever they hold their keys in; for FP8 pages, theirs."""
             times = {name: row for (*place, name), row in rows["chain"].items() if tuple(place) == at}
-            ours = min((name for name in times if name.startswith(f"fusion_pass, {kv} KV")),
-                       key=lambda name: times[name]["us"])
+            ours = min(
+                (name for name in times if name.startswith(f"fusion_pass, {kv} KV")), key=lambda name: times[name]["us"]
+            )
             product = ours.removeprefix(f"fusion_pass, {kv} KV")
             if kv == "FP8":
                 return times[ours]["FP8 peer / this"], target, product
@@ -241,8 +294,12 @@ def targets(read: Read) -> str:
         ("chain, bf16 rows, against the peers' best chain", chain("bf16", 1.3), "pro", (1, 2, 4, 8, 16, 32)),
         ("the same", chain("bf16", 1.2), "pro", (64, 128, 256, 1024, 2048)),
         ("the same", chain("bf16", 1.15), "pro", (4096,)),
-        ("chain, FP8 pages, against the peers' FP8 chain", chain("FP8", 1.2), "pro",
-         (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+        (
+            "chain, FP8 pages, against the peers' FP8 chain",
+            chain("FP8", 1.2),
+            "pro",
+            (1, 2, 4, 8, 16, 32, 64, 128, 256),
+        ),
         ("chain, bf16 rows, against the peers' best chain", chain("bf16", 1.25), "flash", (1, 8, 64, 256)),
         ("product alone, fraction of a read of the weight", of("weight read / this", 0.92), "pro", (1, 2, 4, 8, 16)),
         ("the same", of("weight read / this", 0.86), "flash", (1, 2, 4, 8, 16)),
@@ -256,14 +313,14 @@ def targets(read: Read) -> str:
     for what, figure, shape, counts in wanted:
         for tokens in counts:
             reached, target, note = figure((shape, tokens))
-            figures = ((f"{target:.2f}", f"{reached:.3f}") if target > 0 else
-                       (f"at most {-target:.0%}", f"{-reached:.1%}"))
+            figures = (
+                (f"{target:.2f}", f"{reached:.3f}") if target > 0 else (f"at most {-target:.0%}", f"{-reached:.1%}")
+            )
             body.append([what + note, shape, str(tokens), *figures, "" if reached >= target else "missed"])
     body += _model_targets(read)
     missed = sum(row[-1] == "missed" for row in body)
     text = f"{made(read, *names, 'model', 'decode_graphs')}. {peers(read)} {missed} of {len(body)} rows are missed."
-    return (f"{wrapped(text)}\n\n"
-            + table(["row", "shape", "tokens", "target", "reached", ""], body))
+    return f"{wrapped(text)}\n\n" + table(["row", "shape", "tokens", "target", "reached", ""], body)
 
 
 def _model_targets(read: Read) -> list[list[str]]:
@@ -273,12 +330,19 @@ def _model_targets(read: Read) -> list[list[str]]:
     place = ("bf16 prefill", 8192)
     plain, ours = models.get((*place, "inductor")), models.get((*place, "fusion_pass"))
     if plain and ours:
-        found += [(f"transformers' slice, {what} of a prompt, of plain Inductor's", place[1], 0.5,
-                   ours[key] / plain[key]) for what, key in (("time", "ms"), ("peak memory", "peak_gib"))]
-    found += [("transformers' slice, a decode step, of plain Inductor's", row["batch"], 0.8,
-               row["relative_to_inductor"]) for row in _captured(read) if row["variant"] == "fusion_pass"]
-    return [[what, "flash", str(tokens), f"at most {target:.2f}", f"{reached:.3f}",
-             "missed" if reached > target else ""] for what, tokens, target, reached in found]
+        found += [
+            (f"transformers' slice, {what} of a prompt, of plain Inductor's", place[1], 0.5, ours[key] / plain[key])
+            for what, key in (("time", "ms"), ("peak memory", "peak_gib"))
+        ]
+    found += [
+        ("transformers' slice, a decode step, of plain Inductor's", row["batch"], 0.8, row["relative_to_inductor"])
+        for row in _captured(read)
+        if row["variant"] == "fusion_pass"
+    ]
+    return [
+        [what, "flash", str(tokens), f"at most {target:.2f}", f"{reached:.3f}", "missed" if reached > target else ""]
+        for what, tokens, target, reached in found
+    ]
 
 
 def _range(values: list[float]) -> str:
