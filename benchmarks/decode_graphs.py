@@ -12,17 +12,17 @@ import argparse
 import contextlib
 import copy
 import itertools
-import os
 import statistics
 import time
-import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, processes
 from benchmarks import model as slices
+from benchmarks.kernel_profile import kernel_profile
 
 BATCHES = (1, 8)
 CONTEXT = 2048
@@ -32,18 +32,22 @@ WAYS = ("captured", "reduce-overhead", "options")
 STEPS = 20
 
 
+Case = tuple[int, str, str]  # batch, variant, way
+
+
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows: batch, variant, way, ms (median), partitions, fused, difference_from_eager; ``tokens`` are the batches."""
-    cases = [case for case in itertools.product(args.tokens or BATCHES, VARIANTS, WAYS)
-             if case[1:] != ("inductor", "options") and not (case[0] != BATCHES[0] and case[2] == "options")]
-    context = torch.multiprocessing.get_context("spawn")
-    barrier, lock, results = context.Barrier(len(cases)), context.Lock(), context.Queue()
-    processes = [context.Process(target=_case, args=(case, barrier, lock, results)) for case in cases]
-    for process in processes:
-        process.start()
-    rows = [results.get() for _ in cases]
-    for process in processes:
-        process.join()
+    """Rows: batch, variant, way, ms (median), partitions, fused, difference_from_eager; ``tokens`` are the batches.
+
+    With ``--profile``: of the graphs captured by hand, the number of kernels and the sums of their times by category.
+    """
+    cases = [
+        case
+        for case in itertools.product(args.tokens or BATCHES, VARIANTS, WAYS)
+        if case[1:] != ("inductor", "options") and not (case[0] != BATCHES[0] and case[2] == "options")
+    ]
+    rows = []
+    for case, found in zip(cases, processes.run_cases(partial(prepare, args.profile), cases, go=args.go), strict=True):
+        rows += found if isinstance(found, list) else [{**_labels(case), "failed": found}]
     rows.sort(key=lambda row: (row["batch"], row["way"], row["variant"] == "fusion_pass"))
     plain = {(r["batch"], r["way"]): r["ms"] for r in rows if r["variant"] == "inductor" and "ms" in r}
     for row in rows:
@@ -53,35 +57,47 @@ def run(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def _case(case: tuple[int, str, str], barrier: Any, lock: Any, results: Any) -> None:
+def _labels(case: Case) -> dict[str, Any]:
     batch, variant, way = case
-    row: dict[str, Any] = {"batch": batch, "T": batch, "shape": f"flash decode, {way}", "variant": variant, "way": way}
-    # Each process is one of many on this machine's cores.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    torch.set_num_threads(2)
+    return {"batch": batch, "T": batch, "shape": f"flash decode, {way}", "variant": variant, "way": way}
+
+
+def prepare(profile: bool, case: Case, alone: Any) -> processes.Timing:
+    """Compile a case; see :func:`processes.run_cases`."""
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    inductor.fx_graph_cache = False             # a graph that comes from a cache counts no partitions
+    inductor.fx_graph_cache = False  # a graph that comes from a cache counts no partitions
     functorch.enable_autograd_cache = False
-    try:
+    row = _labels(case)
+    with torch.no_grad():
+        with alone:  # weights are in float32 at first
+            model = slices.build("bf16")
+            harness.free()
+        time_it = prepare_step(model, *case, row, alone=alone, profile=profile)
+
+    def timing() -> list[dict[str, Any]]:
         with torch.no_grad():
-            time_it = prepare(slices.build("bf16"), batch, variant, way, row, alone=lock)
-            barrier.wait(timeout=300)
-            with lock:
-                time_it()
-    except Exception:
-        barrier.abort()         # the others give up as well, instead of waiting for this one
-        row["failed"] = traceback.format_exc(limit=-3)[-300:]
-    results.put(row)
+            time_it()
+        return [row]
+
+    return timing
 
 
-def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dict[str, Any],
-            context: int = CONTEXT, alone: Any = None) -> Callable[[], None]:
+def prepare_step(
+    model: torch.nn.Module,
+    batch: int,
+    variant: str,
+    way: str,
+    row: dict[str, Any],
+    context: int = CONTEXT,
+    alone: Any = None,
+    profile: bool = False,
+) -> Callable[[], None]:
     """Compile a step and run it; the function that is returned times it and completes ``row``. ``alone``: lock for what
     takes much of the GPU's memory."""
     import fusion_pass
-    from fusion_pass.models import cache_tensors, filled_cache
+    from fusion_pass.models import cache_argument, cache_tensors, filled_cache
 
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -90,16 +106,16 @@ def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dic
         filled = filled_cache(model, ids)
         harness.free()
     token = ids[:, :1].contiguous()
-    eager = model(token, past_key_values=copy.deepcopy(filled), use_cache=True).logits
+    eager = model(token, use_cache=True, **cache_argument(model, copy.deepcopy(filled))).logits
     partitions = count_partitions()
     call = _compiled(model, variant, way)
 
     held: list[torch.Tensor] = []
 
     def step() -> Callable[[], torch.Tensor]:
-        cache = copy.deepcopy(filled)       # a step changes its cache
-        held[:] = cache_tensors(cache)      # a captured step goes on reading what it took out of the cache
-        return lambda: call(token, past_key_values=cache, use_cache=True).logits
+        cache = copy.deepcopy(filled)  # a step changes its cache
+        held[:] = cache_tensors(cache)  # a captured step goes on reading what it took out of the cache
+        return lambda: call(token, use_cache=True, **cache_argument(model, cache)).logits
 
     for _ in range(3):
         torch.compiler.cudagraph_mark_step_begin()
@@ -108,6 +124,7 @@ def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dic
     row["partitions"] = max(partitions, default=None)
     row["skipped_graphs"] = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     row["fused"] = sum(len(report.fused) for report in fusion_pass.reports())
+    harness.free()
 
     def time_it() -> None:
         if way == "captured":
@@ -117,6 +134,8 @@ def prepare(model: torch.nn.Module, batch: int, variant: str, way: str, row: dic
                 result = once()
             times = _times([graph.replay] * STEPS)
             row["difference_of_graph"] = harness.norm_error(result, logits)
+            if profile:
+                row.update(kernel_profile(graph.replay))
         else:
             times = _times([step() for _ in range(STEPS)])
         row["ms"] = round(statistics.median(times), 4)

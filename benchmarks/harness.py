@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -115,12 +116,15 @@ def ratio(base: Timing, ours: Timing) -> float:
 
 def ceilings() -> dict[str, float]:
     """Measured ceilings of this GPU: copy bandwidth (bytes read + written per second) and dense bf16 FLOP/s."""
-    source = torch.empty(1 << 32, dtype=torch.uint8, device="cuda").random_()
+    size = 1 << 30  # many times the L2 cache; several processes may do this at once, to compile what others time
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     copy = time_graph([partial(target.copy_, source)], replays=9).us
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     matmul = time_graph([partial(torch.matmul, a, b)], replays=9).us
-    return {"bytes_per_s": 2 * (1 << 32) / copy * 1e6, "bf16_flop_per_s": 2 * 8192**3 / matmul * 1e6}
+    del source, target, a, b
+    free()
+    return {"bytes_per_s": 2 * size / copy * 1e6, "bf16_flop_per_s": 2 * 8192**3 / matmul * 1e6}
 
 
 def roofline(us: float, *, nbytes: float, flops: float, peaks: Mapping[str, float], flop_scale: float = 1.0) -> float:
@@ -140,10 +144,22 @@ def norm_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     return float((out - reference.double()).norm() / reference.double().norm())
 
 
+def kernels_state() -> str:
+    """The first digits of a hash over the sources of the kernels: results with the same one are of the same kernels."""
+    import fusion_pass.kernels
+
+    digest = hashlib.sha256()
+    for folder in fusion_pass.kernels.__path__:
+        for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
 def environment() -> dict[str, Any]:
-    """Versions, GPU and driver that a result belongs to."""
+    """Versions, GPU, driver and kernels that a result belongs to."""
     info: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "kernels": kernels_state(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -181,6 +197,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out even when they are importable")
     parser.add_argument("--no-plot", action="store_true", help="write no plots")
     parser.add_argument("--seed", type=int, default=None, help="random seed; default: fresh data at every run")
+    parser.add_argument(
+        "--go",
+        type=Path,
+        default=None,
+        metavar="FILE",
+        help="model, decode_graphs: write FILE.ready when everything is compiled, and begin to time when FILE exists",
+    )
+    parser.add_argument("--profile", action="store_true", help="decode_graphs: kernels of a graph by category")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON results and plots")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks.shapes import Shape
 
+DEVICE = "cuda"
 POOL_ROWS = 65536
 PAGE_ROWS = 64  # rows of a page of the FP8 cache
 ROW_BYTES = 584  # 448 e4m3 + 64 bf16 (576), then 7 exponent bytes and one of padding
@@ -40,24 +41,24 @@ class Projection:
 
 def pools(count: int, rows: int = POOL_ROWS, dim: int = 512) -> list[Tensor]:
     """`count` key pools [rows, dim] bf16."""
-    return [torch.randn(rows, dim, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    return [torch.randn(rows, dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
 
 
 def attention_inputs(shape: Shape, tokens: int, kv: Tensor, extra_kv: Tensor) -> AttentionInputs:
     """Fresh queries and random indices over the given pools."""
 
     def indices(width: int, rows: int, invalid: float) -> Tensor:
-        drawn = torch.randint(0, rows, (tokens, width), device="cuda", dtype=torch.int32)
-        return drawn.masked_fill_(torch.rand(tokens, width, device="cuda") < invalid, -1)
+        drawn = torch.randint(0, rows, (tokens, width), device=DEVICE, dtype=torch.int32)
+        return drawn.masked_fill_(torch.rand(tokens, width, device=DEVICE) < invalid, -1)
 
-    angle = torch.rand(tokens, shape.rope_dim // 2, device="cuda") * 6.28
+    angle = torch.rand(tokens, shape.rope_dim // 2, device=DEVICE) * 6.28
     return AttentionInputs(
-        torch.randn(tokens, shape.heads, shape.head_dim, device="cuda", dtype=torch.bfloat16),
+        torch.randn(tokens, shape.heads, shape.head_dim, device=DEVICE, dtype=torch.bfloat16),
         kv,
         extra_kv,
         indices(shape.window_keys, kv.shape[0], 0.0),
         indices(shape.compressed_keys, extra_kv.shape[0], 0.02),
-        torch.randn(shape.heads, device="cuda"),
+        torch.randn(shape.heads, device=DEVICE),
         angle.cos(),
         angle.sin(),
         shape.head_dim**-0.5,
@@ -66,10 +67,10 @@ def attention_inputs(shape: Shape, tokens: int, kv: Tensor, extra_kv: Tensor) ->
 
 def quantised_rows(groups: int, tokens: int, width: int) -> tuple[Tensor, Tensor]:
     """Random activations [G, T, K] e4m3 with power-of-two fp32 scales [G, K/128, M], padding columns zero."""
-    x = torch.randn(groups, tokens, width // 128, 128, device="cuda")
+    x = torch.randn(groups, tokens, width // 128, 128, device=DEVICE)
     scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1) / 448)))
     codes = (x / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).view(groups, tokens, width)
-    padded = torch.zeros(groups, width // 128, (tokens + 3) // 4 * 4, device="cuda")
+    padded = torch.zeros(groups, width // 128, (tokens + 3) // 4 * 4, device=DEVICE)
     padded[..., :tokens] = scale.transpose(1, 2)
     return codes, padded
 
@@ -77,7 +78,7 @@ def quantised_rows(groups: int, tokens: int, width: int) -> tuple[Tensor, Tensor
 def projection(shape: Shape) -> Projection:
     """Random weight of the grouped projection."""
     groups, rank, width = shape.groups, shape.rank, shape.group_width
-    blocks = torch.randn(groups, rank // 128, 128, width // 128, 128, device="cuda")
+    blocks = torch.randn(groups, rank // 128, 128, width // 128, 128, device=DEVICE)
     scale = blocks.abs().amax((2, 4)) / 448
     codes = (blocks / scale[:, :, None, :, None]).to(torch.float8_e4m3fn)
     return Projection(codes.view(groups, rank, width), scale)

@@ -3,6 +3,7 @@
 decode step, plain Inductor against Inductor with the pass (and eager for orientation). Time and peak memory.
 
 Peak memory is the largest amount allocated during a call, above nothing: weights are part of it for every variant.
+Every case compiles in a process of its own, all at the same time; then they are timed one after the other.
 """
 
 from __future__ import annotations
@@ -11,59 +12,37 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, processes
 
-PREFILL = (2048, 8192)
+PREFILL = {"bf16": (2048, 8192), "fp8": (2048,)}
 DECODE_CONTEXT = 2048
 DECODE_BATCH = (1, 8)
-FORMS = ("bf16", "fp8")
-LAYERS = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
-          "compressed_sparse_attention")
+REPEATS = 5
+LAYERS = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+    "compressed_sparse_attention",
+)
+NOTES = {"decode": "without CUDA graphs the host bounds a decode step; the table of decode_graphs has it with them"}
 
-
-def _timed(call: Callable[[], torch.Tensor], repeats: int) -> tuple[torch.Tensor, float, float]:
-    """(result, median milliseconds, peak GiB) of a call that was compiled before."""
-    result = call()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    return result, statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
-
-
-def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    return harness.norm_error(result.double(), reference.double())
-
-
-def _variants(model: torch.nn.Module) -> dict[str, Callable]:
-    return {
-        "eager": model,
-        "inductor": torch.compile(model, fullgraph=True),
-        "fusion_pass": torch.compile(model, backend="fusion_pass", fullgraph=True, options={"strict": True}),
-    }
+Case = tuple[str, str, int]  # form, phase, tokens (of a prompt, or sequences of one token each)
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Rows: phase, tokens, batch, variant, ms, peak_gib, error against the eager result, chains fused."""
+    """Rows: phase, tokens, batch, variant, ms, peak_gib, difference from the eager logits, chains fused. ``tokens`` are
+    prompts' lengths; without them decode steps are timed as well."""
+    cases = [(form, "prefill", tokens) for form in PREFILL for tokens in args.tokens or PREFILL[form]]
+    cases += [] if args.tokens else [("bf16", "decode", batch) for batch in DECODE_BATCH]
     rows: list[dict] = []
-    torch._dynamo.config.recompile_limit = 64
-    for form in FORMS:
-        model = build(form)
-        for tokens in args.tokens or PREFILL:
-            rows += prefill(model, form, tokens)
-        if form == "bf16" and not args.tokens:
-            for batch in DECODE_BATCH:
-                rows += decode(model, batch)
-        del model
-        harness.free()
+    for case, found in zip(cases, processes.run_cases(prepare, cases, go=args.go), strict=True):
+        labels = dict(zip(("form", "phase", "T"), case, strict=True))
+        rows += found if isinstance(found, list) else [{**labels, "failed": found}]
     return rows
 
 
@@ -77,56 +56,102 @@ def build(form: str) -> torch.nn.Module:
     return model
 
 
-def _row(phase: str, form: str, tokens: int, batch: int, variant: str, ms: float, peak: float, error: float,
-         known: int) -> dict:
+def prepare(case: Case, alone: Any) -> processes.Timing:
+    """Compile every variant of a case and compare its logits with eager's; the function that is returned times them."""
     import fusion_pass
 
-    fused = [c for r in fusion_pass.reports()[known:] for c in r.fused]
-    return {"phase": phase, "form": form, "shape": f"{form} {phase}", "T": tokens, "batch": batch, "variant": variant,
-            "us": ms * 1e3, "ms": round(ms, 3), "peak_gib": round(peak, 2), "difference_from_eager": error,
-            "fused": ["+".join(c.roles) for c in fused]}
-
-
-def prefill(model: torch.nn.Module, form: str, tokens: int) -> list[dict]:
-    """One prompt without a cache."""
-    import fusion_pass
-
-    rows = []
-    torch._dynamo.reset()
-    ids = torch.randint(0, model.config.vocab_size, (1, tokens), device="cuda")
+    form, phase, tokens = case
+    torch._dynamo.config.recompile_limit = 64
+    rows: list[dict[str, Any]] = []
     reference = None
-    for name, call in _variants(model).items():
-        known = len(fusion_pass.reports())
-        with torch.no_grad():
-            logits, ms, peak = _timed(lambda call=call, ids=ids: call(ids, use_cache=False).logits, 5)
-        reference = logits if reference is None else reference
-        rows.append(_row("prefill", form, tokens, 1, name, ms, peak, _error(logits, reference), known))
-        del logits
-        harness.free()
-    return rows
-
-
-def decode(model: torch.nn.Module, batch: int) -> list[dict]:
-    """One step after a prompt of ``DECODE_CONTEXT`` tokens in transformers' own cache."""
-    from transformers import DynamicCache
-
-    import fusion_pass
-
-    rows = []
-    torch._dynamo.reset()
-    ids = torch.randint(0, model.config.vocab_size, (batch, DECODE_CONTEXT), device="cuda")
     with torch.no_grad():
-        filled = DynamicCache(config=model.config)
-        model(ids, past_key_values=filled, use_cache=True)
-        reference = None
-        for name, call in _variants(model).items():
+        with alone:  # eager keeps all attention scores: at 8,192 tokens they are half of the GPU's memory
+            model = build(form)  # in float32 at first
+            inputs = prompts(model, tokens) if phase == "prefill" else caches(model, tokens)
+            reference = model(**next(inputs)).logits
+            harness.free()
+        variants = _variants(model)
+        for name, call in variants.items():
             known = len(fusion_pass.reports())
-            caches = iter([copy.deepcopy(filled) for _ in range(8)])
+            logits = reference if name == "eager" else call(**next(inputs)).logits
+            fused = [c for report in fusion_pass.reports()[known:] for c in report.fused]
+            rows.append(
+                {
+                    "phase": phase,
+                    "form": form,
+                    "shape": f"{form} {phase}",
+                    "T": tokens,
+                    "batch": tokens if phase == "decode" else 1,
+                    "variant": name,
+                    "difference_from_eager": difference(logits, reference),
+                    "fused": ["+".join(chain.roles) for chain in fused],
+                }
+            )
+            if phase in NOTES:
+                rows[-1]["note"] = NOTES[phase]
+            del logits
+    del reference
+    harness.free()
 
-            def step(call=call, caches=caches, token=ids[:, :1]) -> torch.Tensor:
-                return call(token, past_key_values=next(caches), use_cache=True).logits
+    def time_it() -> list[dict[str, Any]]:
+        for row in rows:
+            with torch.no_grad():
+                ms, peak = _timed(variants[row["variant"]], [next(inputs) for _ in range(REPEATS + 1)])
+            row |= {"us": ms * 1e3, "ms": round(ms, 3), "peak_gib": round(peak, 2)}
+            harness.free()
+        return rows
 
-            logits, ms, peak = _timed(step, 5)
-            reference = logits if reference is None else reference
-            rows.append(_row("decode", "bf16", batch, batch, name, ms, peak, _error(logits, reference), known))
-    return rows
+    return time_it
+
+
+def prompts(model: torch.nn.Module, tokens: int) -> Iterator[dict[str, Any]]:
+    """The arguments of every call: one prompt, without a cache."""
+    ids = torch.randint(0, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(next(model.parameters()).device)
+    while True:
+        yield {"input_ids": ids, "use_cache": False}
+
+
+def caches(model: torch.nn.Module, batch: int) -> Iterator[dict[str, Any]]:
+    """The arguments of every call: one token per sequence after ``DECODE_CONTEXT`` tokens in transformers' own cache. A
+    step changes its cache, so every call gets a copy."""
+    from fusion_pass.models import cache_argument, filled_cache
+
+    ids = torch.randint(0, model.config.vocab_size, (batch, DECODE_CONTEXT), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(next(model.parameters()).device)
+    filled = filled_cache(model, ids)
+    token = ids[:, :1].contiguous()
+    while True:
+        yield {"input_ids": token, "use_cache": True, **cache_argument(model, copy.deepcopy(filled))}
+
+
+def difference(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """Relative distance in float64, a part of the rows at a time: all logits of a long prompt would take 25 GB."""
+    parts = zip(logits.flatten(0, -2).split(512), reference.flatten(0, -2).split(512), strict=True)
+    apart, size = torch.zeros(2, dtype=torch.float64, device=logits.device)
+    for ours, theirs in parts:
+        apart += (ours.double() - theirs.double()).square().sum()
+        size += theirs.double().square().sum()
+    return float((apart / size).sqrt())
+
+
+def _timed(call: Callable[..., Any], arguments: list[dict[str, Any]]) -> tuple[float, float]:
+    """(median milliseconds, peak GiB) of calls with these arguments, after one with the first of them."""
+    call(**arguments[0])
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for each in arguments[1:]:
+        start = time.perf_counter()
+        call(**each)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
+
+
+def _variants(model: torch.nn.Module) -> dict[str, Callable]:
+    return {
+        "eager": model,
+        "inductor": torch.compile(model, fullgraph=True),
+        "fusion_pass": torch.compile(model, backend="fusion_pass", fullgraph=True, options={"strict": True}),
+    }

@@ -19,12 +19,15 @@ import torch
 # (kernel, what the launch returned, grid, arguments, options)
 Observer = Callable[[Any, Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None]
 _observer: ContextVar[Observer | None] = ContextVar("fusion_pass_launch_observer", default=None)
+# Bytes behind the shared memory that Triton has planned for a kernel, for barriers that CTAs of a cluster signal.
+CLUSTER_BARRIER_BYTES = 128
 
 
-def at(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """What launches ``kernel`` over ``grid``."""
+def at(kernel: Any, grid: tuple[int, ...], cluster: int = 1) -> Callable[..., Any]:
+    """What launches ``kernel`` over ``grid``; with ``cluster`` > 1, over so many neighbouring CTAs for each of `grid`,
+    which start together (gluon/cluster.py)."""
     observer = _observer.get()
-    launch: Callable[..., Any] = kernel[grid]
+    launch: Callable[..., Any] = kernel[grid] if cluster == 1 else _clustered(kernel, grid, cluster)
     if observer is None:
         return launch
 
@@ -34,6 +37,21 @@ def at(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         return result
 
     return observed
+
+
+def _clustered(kernel: Any, grid: tuple[int, ...], cluster: int) -> Callable[..., Any]:
+    """``kernel[grid]`` whose programs come in clusters, though each is compiled as one CTA of its own."""
+    from .triton.calling import in_clusters
+
+    launch = kernel[grid]
+
+    def compiled_first(*args: Any, **options: Any) -> Any:
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        if compiled is not None:  # a hook of Triton's can have compilation, and thereby launches, left out
+            in_clusters(compiled, cluster, CLUSTER_BARRIER_BYTES)
+        return launch(*args, **options)
+
+    return compiled_first
 
 
 @contextlib.contextmanager

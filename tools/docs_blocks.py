@@ -18,7 +18,7 @@ import operator
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MADE_WITH = "2.13"  # torch whose traced graphs stand in the pages
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import result_blocks  # noqa: E402
+from result_blocks import table  # noqa: E402
 
 import fusion_pass  # noqa: E402
 from fusion_pass.details import line  # noqa: E402
@@ -115,10 +118,10 @@ def tensor_parallel() -> str:
              f"{row['ms']:.1f} / {row['graph_ms']:.2f}" for row in made["rows"]}
     keys = list(dict.fromkeys(key for key, _ in cells))
     head = ["what", "tokens", "batch", *(f"{ranks} GPU{'s' * (ranks > 1)}, {variant}" for ranks, variant in columns)]
-    table = _table(head, ([*map(str, key), *(cells[key, column] for column in columns)] for key in keys))
+    body = table(head, ([*map(str, key), *(cells[key, column] for column in columns)] for key in keys))
     fused = ", ".join(map(str, made["layers_fused_by_rank"]))
     return (f"**tensor_parallel** on {env['gpus']} x {env['gpu']}, torch {env['torch']}, triton {env['triton']}; "
-            f"milliseconds of a call / of a replay of its CUDA graph, the collective inside:\n\n{table}\n\n"
+            f"milliseconds of a call / of a replay of its CUDA graph, the collective inside:\n\n{body}\n\n"
             f"Layers fused: {fused} of {made['layers']} on the two ranks. Relative distance of the logits "
             f"({logits['tokens']} tokens, bf16): two GPUs to one {logits['split_to_one_rank']:.2e}; to float64 "
             f"{logits['split_to_float64']:.2e} (one GPU: {logits['one_rank_to_float64']:.2e}).")
@@ -131,71 +134,21 @@ def variants() -> str:
     return "\n\n".join(_result({"benchmark": n, "environment": kept["environment"], "rows": rows}) for n, rows in parts)
 
 
+def _read(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
 def targets() -> str:
     """The targets of the Hopper kernels beside what the committed results reached."""
-    rows: dict[str, dict[tuple[str, int, str], dict[str, Any]]] = {}
-    for name in ("chain", "attention", "bgemm", "rope_quant"):
-        made = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
-        rows[name] = {(row["shape"], row["T"], row["variant"]): row for row in made}
-
-    Figure = Callable[[tuple[str, int]], tuple[float, float, str]]
-
-    def chain(kv: str, target: float) -> Figure:
-        def reached(at: tuple[str, int]) -> tuple[float, float, str]:
-            """Against the fastest chain of the peers, whatever they hold their keys in; for FP8 pages, theirs."""
-            times = {name: row for (*place, name), row in rows["chain"].items() if tuple(place) == at}
-            ours = min((name for name in times if name.startswith(f"fusion_pass, {kv} KV")),
-                       key=lambda name: times[name]["us"])
-            product = ours.removeprefix(f"fusion_pass, {kv} KV")
-            if kv == "FP8":
-                return times[ours]["FP8 peer / this"], target, product
-            best = min((name for name in times if name.startswith("peers")), key=lambda name: times[name]["us"])
-            return times[ours]["best peer / this"], target, f"{product} ({best})"
-
-        return reached
-
-    def of(column: str, target: float) -> Figure:
-        return lambda at: (rows["bgemm"][(*at, "fusion_pass")][column], target, "")
-
-    def epilogue(target: float) -> Figure:
-        # negated: a cost must stay below its target
-        name = "fusion_pass, inverse RoPE + FP8"
-        return lambda at: (-rows["attention"][(*at, name)]["epilogue cost"], -target, "")
-
-    def standalone(target: float) -> Figure:
-        def reached(at: tuple[str, int]) -> tuple[float, float, str]:
-            row = rows["rope_quant"][(*at, "default")]
-            return (row["vLLM / this"], target, "") if "vLLM / this" in row else (row["ratio"], target, " (stand-in)")
-
-        return reached
-
-    wanted = [
-        ("chain, bf16 rows, against the peers' best chain", chain("bf16", 1.3), "pro", (1, 2, 4, 8, 16, 32)),
-        ("the same", chain("bf16", 1.2), "pro", (64, 128, 256, 1024, 2048)),
-        ("the same", chain("bf16", 1.15), "pro", (4096,)),
-        ("chain, FP8 pages, against the peers' FP8 chain", chain("FP8", 1.2), "pro",
-         (1, 2, 4, 8, 16, 32, 64, 128, 256)),
-        ("chain, bf16 rows, against the peers' best chain", chain("bf16", 1.25), "flash", (1, 8, 64, 256)),
-        ("product alone, fraction of a read of the weight", of("weight read / this", 0.92), "pro", (1, 2, 4, 8, 16)),
-        ("the same", of("weight read / this", 0.86), "flash", (1, 2, 4, 8, 16)),
-        ("product alone, against DeepGEMM", of("DeepGEMM / this", 0.95), "pro", (256, 4096)),
-        ("cost of the epilogue inside attention", epilogue(0.02), "pro", (64, 128, 256)),
-        ("the same", epilogue(0.04), "pro", (1024, 2048, 4096)),
-        ("rotation and quantisation alone, against vLLM's kernel", standalone(1.0), "pro", (1,)),
-        ("the same", standalone(2.0), "pro", (64, 128, 256, 1024)),
-    ]
-    body = []
-    for what, figure, shape, counts in wanted:
-        for tokens in counts:
-            reached, target, note = figure((shape, tokens))
-            figures = ((f"{target:.2f}", f"{reached:.3f}") if target > 0 else
-                       (f"at most {-target:.0%}", f"{-reached:.1%}"))
-            body.append([what + note, shape, str(tokens), *figures, "" if reached >= target else "missed"])
-    return _table(["row", "shape", "tokens", "target", "reached", ""], body)
+    return result_blocks.targets(_read)
 
 
 def _result(values: dict[str, Any]) -> str:
-    env, rows = values["environment"], values["rows"]
+    env, failed = values["environment"], [row for row in values["rows"] if "failed" in row]
+    rows = [row for row in values["rows"] if "failed" not in row]
+    if failed:
+        return _result({**values, "rows": rows}) + f"\n\n{len(failed)} more cases failed, as the JSON says."
     if values["benchmark"] == "tensor_parallel":
         return tensor_parallel()
     title = (f"**{values['benchmark']}** on {env.get('gpu', 'an unnamed device')}, torch {env.get('torch', '?')}, "
@@ -205,14 +158,14 @@ def _result(values: dict[str, Any]) -> str:
     pivot = all({"shape", "T", "variant", "us"} <= row.keys() for row in rows)
     if not pivot:
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        return f"{title}\n\n{_table(columns, ([_cell(row.get(c, '')) for c in columns] for row in rows))}"
+        return f"{title}\n\n{table(columns, ([_cell(row.get(c, '')) for c in columns] for row in rows))}"
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     cells = {(row["shape"], row["T"], row["variant"]): row["us"] for row in rows}
     if len(cells) < len(rows):
         raise ValueError(f"{values['benchmark']}: rows share shape, T and variant: one figure would hide another")
     keys = list(dict.fromkeys((row["shape"], row["T"]) for row in rows))
     body = ([s, str(t), *(_cell(cells.get((s, t, v), "")) for v in variants)] for s, t in keys)
-    return f"{title}, microseconds\n\n{_table(['shape', 'tokens', *variants], body)}"
+    return f"{title}, microseconds\n\n{table(['shape', 'tokens', *variants], body)}"
 
 
 def _model_result(title: str, rows: list[dict[str, Any]]) -> str:
@@ -226,20 +179,14 @@ def _model_result(title: str, rows: list[dict[str, Any]]) -> str:
     keys = list(dict.fromkeys((row["shape"], row["T"], row.get("note", "")) for row in rows))
     body = ([s + (f" ({notes.index(n) + 1})" if n else ""), str(t), *(cells.get((s, t, n, v), "") for v in variants)]
             for s, t, n in keys)
-    table = f"{title}\n\n{_table(['what', 'tokens', *variants], body)}"
-    return table + "".join(f"\n\n({i}) {note}" for i, note in enumerate(notes, 1))
+    text = f"{title}\n\n{table(['what', 'tokens', *variants], body)}"
+    return text + "".join(f"\n\n({i}) {note}" for i, note in enumerate(notes, 1))
 
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.1f}" if abs(value) >= 1 else f"{value:.3g}"
     return "" if value is None else str(value)
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(lines + ["| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows])
 
 
 def config() -> str:
@@ -255,7 +202,7 @@ def config() -> str:
         if not used:
             raise SystemExit(f"Config.{field.name} is read nowhere: an option without effect")
         rows.append([f"`{field.name}`", f"`{field.default!r}`", description, ", ".join(used)])
-    return _table(["field", "default", "meaning", "read in"], rows)
+    return table(["field", "default", "meaning", "read in"], rows)
 
 
 def declared() -> str:
@@ -271,7 +218,7 @@ def declared() -> str:
               and (namespace == "*" or namespace in text)]
         how = "written out and fused" if row.expand else "stays opaque; what follows is fused"
         rows.append([f"`{row.name}`", row.versions, ", ".join(row.roles), how, ", ".join(by) or "not yet tested"])
-    return _table(["op", "versions", "roles", "what happens", "tested by"], rows)
+    return table(["op", "versions", "roles", "what happens", "tested by"], rows)
 
 
 def corpus() -> str:
@@ -288,14 +235,14 @@ def corpus() -> str:
         counts[key] = counts.get(key, 0) + 1
     rows = [[roles, quant, str(count)] for (roles, quant), count in sorted(counts.items())]
     rows.append(["nothing may be fused", "", str(negative)])
-    return _table(["roles that are fused", "scale rule", "cases"], rows)
+    return table(["roles that are fused", "scale rule", "cases"], rows)
 
 
 def roles() -> str:
     """The roles, their arguments and their reference functions."""
     from fusion_pass.patterns.roles import ROLES
 
-    return _table(["role", "arguments", "options", "reference"],
+    return table(["role", "arguments", "options", "reference"],
                   ([f"`{r.name}`", f"`{r.schema}`", ", ".join(f"`{o}`" for o in r.options),
                     f"`patterns/{r.reference.__module__.rpartition('.')[2]}.py`"] for r in ROLES.values()))
 
@@ -306,7 +253,7 @@ def compiled() -> str:
     found = re.search(r"^SHARED_MEMORY = \{(.*?)\}", text, re.M)
     assert found is not None
     rows = ([f"sm_{sm}", str(int(size) // 1024)] for sm, size in re.findall(r"(\d+): (\d+)", found[1]))
-    return _table(["architecture", "shared memory per program, KiB"], rows)
+    return table(["architecture", "shared memory per program, KiB"], rows)
 
 
 def errors() -> str:
@@ -318,7 +265,7 @@ def errors() -> str:
     kinds = ("sliding window", "CSA", "HCA")
     rows = ([kinds[row["layer"] % 3], f"{row['eager']:.2e}", f"{row['compiled']:.2e}"] for row in made["rows"])
     return (f"`{made['test']}` on {made['device']}, torch {made['torch']}:\n\n"
-            + _table(["attention layer", "eager bf16", "compiled bf16"], rows))
+            + table(["attention layer", "eager bf16", "compiled bf16"], rows))
 
 
 def _kept(name: str, made_by: str) -> Any:
@@ -343,7 +290,7 @@ def versions() -> str:
              f"{row['passed']} passed, {row['skipped']} skipped, {len(row['failed'])} failed" + _names(row["failed"]),
              "all" if row["tests"] == ["tests"] else " ".join(t.removeprefix("tests/") for t in row["tests"])]
             for row in made)
-    return _table(["torch", "transformers", "triton", "Python", "device", "date, commit", "result", "tests"], rows)
+    return table(["torch", "transformers", "triton", "Python", "device", "date, commit", "result", "tests"], rows)
 
 
 def fuzz() -> str:
@@ -355,7 +302,7 @@ def fuzz() -> str:
     tests = [path.read_text() for path in sorted(ROOT.glob("tests/**/test_*faults.py"))]
     said = re.compile(r'^def test_\w+\(.*?\):\n    """(.*?)"""', re.M | re.S)
     faults = [f"- {' '.join(text.split())}" for test in tests for text in said.findall(test)]
-    return (_table(["what", "cases", "torch", "date"], rows)
+    return (table(["what", "cases", "torch", "date"], rows)
             + f"\n\nFound and fixed, each with a regression test ({len(faults)}):\n\n" + "\n".join(faults))
 
 
@@ -366,7 +313,7 @@ def coverage() -> str:
         return made
     parts = made["parts"].items()
     rows = ([f"`{part}`", str(count), f"{covered / count:.0%}"] for part, (count, covered) in parts if count)
-    return (_table(["part", "statements", "covered"], rows)
+    return (table(["part", "statements", "covered"], rows)
             + f"\n\n{made['date']}, on a CPU, by `coverage run -m pytest {' '.join(made['tests'])}`.")
 
 
@@ -377,7 +324,7 @@ def soak() -> str:
         return made
     rows = ([row["form"], str(row["tokens"]), str(row["steps"]), str(row["different"])] for row in made["rows"])
     return (f"`{made['test']}` on {made['device']}, torch {made['torch']}, {made['date']}:\n\n"
-            + _table(["cache", "tokens", "steps", "steps that differ from eager"], rows))
+            + table(["cache", "tokens", "steps", "steps that differ from eager"], rows))
 
 
 def newcomer() -> str:
@@ -388,7 +335,7 @@ def newcomer() -> str:
     rows = ([f"`{step['step']}`", f"{step['seconds']:.1f}"] for step in made["steps"])
     pinned = ", versions pinned by `.ci/constraints.txt`" if made.get("pinned") else ""
     return (f"{made['cores']} CPU cores (load {made['load']}), Python {made['python']}, {made['date']}{pinned}:\n\n"
-            + _table(["step", "seconds"], rows))
+            + table(["step", "seconds"], rows))
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -398,6 +345,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tensor-parallel": tensor_parallel, "benchmarks": benchmarks,
     "benchmarks-main": functools.partial(benchmarks, "chain", "model"),
     "variants": variants, "targets": targets,
+    "sources": lambda: result_blocks.sources(_read), "how-fast": lambda: result_blocks.how_fast(_read),
+    "decode-step": lambda: result_blocks.decode_step(_read),
+    "measured-attention": lambda: result_blocks.measured_attention(_read),
+    "measured-pages": lambda: result_blocks.measured_pages(_read),
+    "measured-product": lambda: result_blocks.measured_product(_read),
+    "measured-rotation": lambda: result_blocks.measured_rotation(_read),
 }
 _BLOCK = re.compile(r"(<!-- begin ([\w-]+)[^>]*-->\n).*?(<!-- end \2 -->)", re.S)
 

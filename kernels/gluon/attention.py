@@ -70,9 +70,16 @@ def _aligned_q(q: Tensor) -> Tensor:
     return q if good else q.clone(memory_format=torch.contiguous_format)
 
 
-def plan(tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True) -> tuning_data.Plan:
-    """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split."""
-    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut)
+def plan(tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True, pair: bool = True) -> tuning_data.Plan:
+    """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split;
+    pair: whether two shares may finish their rows themselves."""
+    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut, pair)
+
+
+def _meeting(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for what the shares of `rows` rows of 64 heads exchange: bf16 values, fp32 log-sum-exps."""
+    values = torch.empty(rows, 2, 2, TILE * HEAD_DIM // 4, dtype=torch.bfloat16, device=device)
+    return values, torch.empty(rows, 2, 2, TILE, dtype=torch.float32, device=device)
 
 
 def _launch(
@@ -99,6 +106,9 @@ def _launch(
     One kernel launch, or with `tail` [P, t, H, 512] (partials) two: the last t tokens' keys are cut into P shares, by a
     launch that takes multiprocessors as soon as the first has no more work for them. Nothing that it writes may be
     memory which was freed after the first launch. Whoever waits for the last launch has waited for both.
+
+    Two splits whose epilogue is not "partial" finish their rows themselves (attention_pairs.py): no CTA may have two
+    jobs then.
     """
     from .attention_kernel import attention_kernel
 
@@ -121,6 +131,9 @@ def _launch(
     total = batches * queries
     sink = None if sink is None else sink.contiguous()
     whole = tokens - (0 if tail is None else tail.out.shape[1])
+    paired = splits == 2 and epilogue.kind != "partial"
+    values, sums = _meeting(tokens * blocks, q.device) if paired else (q, q)
+    assert not paired or 2 * tokens * blocks <= sms, "a share that waits for another has no other job"
     release = tuning_data.RELEASE_FIRST
     if epilogue.kind == "partial":
         release = tuning_data.hopper_merging(tokens * heads, splits).release
@@ -134,7 +147,8 @@ def _launch(
         cos = to.cos if to.cos is not None else out
         if scales is not None and packed:
             scales = scales.view(torch.int8)
-        at(attention_kernel, (min(sms, count * blocks * shares),))(
+        programs = min(sms, count * blocks * shares)
+        at(attention_kernel, (programs // 2 if paired else programs,), cluster=2 if paired else 1)(
             q,
             kv,
             kv if extra_kv is None else extra_kv,
@@ -149,6 +163,8 @@ def _launch(
             out,
             out if scales is None else scales,
             out if to.lse is None else to.lse,
+            values,
+            sums,
             scale * LOG2E,
             to.floor,
             count * blocks * shares,
@@ -195,6 +211,7 @@ def _launch(
             BATCHED=batches > 1,
             ROPE_SHARED=rope and cos.shape[0] != total,
             PAGED=paged,
+            PAIRED=paired,
             # the space that it needs is free where codes are written, which take half of that of other outputs
             AHEAD=paged and to.kind == "quant",
             num_warps=4,

@@ -162,7 +162,7 @@ class Output:
         gl.store(pointer, staging.load(WIDE), mask=gl.expand_dims((head < self.HEADS), 1))
 
     @gluon.jit
-    def chunk(self, x, staging, block, token, split, CHUNK: gl.constexpr):
+    def chunk(self, x, staging, block, token, split, CHUNK):
         """Finish one normalised fp32 chunk x[64, 128] of the heads' columns CHUNK * 128 to CHUNK * 128 + 127."""
         if self.EPILOGUE == EPILOGUE_QUANT:
             codes = self.quantise(x, block, token, CHUNK)
@@ -181,7 +181,7 @@ class Output:
             self.store_tile(x.to(self.out.dtype.element_ty), buffer, block, token, split, CHUNK * COLUMNS)
 
     @gluon.jit
-    def quantise(self, x, block, token, CHUNK: gl.constexpr):
+    def quantise(self, x, block, token, CHUNK):
         """Codes of x[64, 128]; stores its blocks' scales and, for the last token, zeros in the padding columns."""
         PARTS: gl.constexpr = COLUMNS // self.BLOCK
         if PARTS == 1:
@@ -216,7 +216,7 @@ class Output:
         return y
 
     @gluon.jit
-    def store_scales(self, scale, block, token, CHUNK: gl.constexpr):
+    def store_scales(self, scale, block, token, CHUNK):
         """Store scale[64] (or [64, 4] for blocks of 32) in either storage."""
         PARTS: gl.constexpr = COLUMNS // self.BLOCK
         if PARTS == 1:
@@ -255,3 +255,12 @@ class Output:
             cos, sin = rope
             x = self.rotate(x, cos, sin)
         self.chunk(x, staging, block, token, split, HALF_OF_HEAD * 2 + 1)
+
+    @gluon.jit
+    def finish_chunk(self, x, sums, maximum, sink, rope, staging, block, token, which, HALF_OF_HEAD: gl.constexpr):
+        """Normalise and write one of a warpgroup's two accumulators [64, 128], the one with number `which` (0 or 1)."""
+        x = x * per_row(self.denominator(sums, maximum, sink, block, token, which, False))
+        if HALF_OF_HEAD == 1 and self.EPILOGUE != EPILOGUE_PLAIN:
+            cos, sin = rope
+            x = self.rotate(x, gl.where(which == 1, cos, 1.0), gl.where(which == 1, sin, 0.0))
+        self.chunk(x, staging, block, token, which * 0, HALF_OF_HEAD * 2 + which)

@@ -28,8 +28,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import cluster
 from .attention_epilogue import Output
 from .attention_pages import Pages, pages_producer
+from .attention_pairs import finish_job
 from .attention_rows import producer
 from .attention_shared import RELEASE_FIRST, RELEASE_LAST, WAIT_FIRST, WAIT_LAST, allocate_shared
 from .hopper import (
@@ -157,9 +159,11 @@ def left_pair(sh, j, last, absent, parity, s, term, m, l, oa, ob, scale, OUTSTAN
 
 
 @gluon.jit
-def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
+def consumer_left(sh, keys, jobs, output, meeting, scale, OUTSTANDING: gl.constexpr):
     """Scores of each pair's first tile; output columns 0..255."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    if jobs.PAIRED:
+        cluster.announce()
     done = 0  # pairs finished by this CTA
     turn = 0  # jobs finished by this CTA
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
@@ -194,7 +198,7 @@ def consumer_left(sh, keys, jobs, output, scale, OUTSTANDING: gl.constexpr):
         mbarrier.wait(sh.sum_ready[1], turn & 1)
         sums = l + sh.stats[3].load(ROWS)
         mbarrier.wait(sh.empty[3], parity)  # the staging buffer (own probabilities) is free
-        output.finish(oa, ob, sums, m, sink, (), sh.p[0], block, token, split, 0)
+        finish_job(output, meeting, oa, ob, sums, m, sink, (), sh.p[0], jobs, (block, token, split, list_row), 0)
         done += pairs
         turn += 1
 
@@ -271,9 +275,11 @@ def right_first(sh, j, parity, m, l, oa, ob):
 
 
 @gluon.jit
-def consumer_right(sh, keys, jobs, output, scale, release):
+def consumer_right(sh, keys, jobs, output, meeting, scale, release):
     """Scores of each pair's second tile; output columns 256..511."""
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    if jobs.PAIRED:
+        cluster.announce()
     done = 0
     turn = 0
     for job in range(gl.program_id(0), jobs.count, gl.num_programs(0)):
@@ -303,7 +309,7 @@ def consumer_right(sh, keys, jobs, output, scale, release):
         mbarrier.wait(sh.sum_ready[0], turn & 1)
         sums = l + sh.stats[2].load(ROWS)
         mbarrier.wait(sh.empty[5], (done + pairs - 1) & 1)
-        output.finish(oa, ob, sums, m, sink, rope, sh.p[1], block, token, split, 1)
+        finish_job(output, meeting, oa, ob, sums, m, sink, rope, sh.p[1], jobs, (block, token, split, list_row), 1)
         done += pairs
         turn += 1
 
@@ -318,7 +324,7 @@ RUNTIME_INTEGERS = [
 
 @gluon.jit(do_not_specialize=RUNTIME_INTEGERS)
 def attention_kernel(
-    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse,
+    q, kv0, kv1, index0, index1, length0, length1, bias, sink, cos, sin, out, scales, lse, shares, share_lse,
     scale, floor, jobs_count, tokens, first, token0, splits, rows0, rows1, index_stride0, index_stride1,
     width0, width1, page_stride0, page_stride1, queries, window, causal, q_batch_stride, q_token_stride, q_head_stride,
     rope_period, total, origin, padded, wait, release,
@@ -326,8 +332,8 @@ def attention_kernel(
     HAS_LENGTH0: gl.constexpr, HAS_LENGTH1: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SINK: gl.constexpr,
     BATCHED_KV: gl.constexpr, STRIDE0: gl.constexpr, STRIDE1: gl.constexpr, EPILOGUE: gl.constexpr,
     BLOCK: gl.constexpr, POWER_OF_TWO: gl.constexpr, PACKED: gl.constexpr, BATCHED: gl.constexpr,
-    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, AHEAD: gl.constexpr, OUTSTANDING: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ROPE_SHARED: gl.constexpr, PAGED: gl.constexpr, AHEAD: gl.constexpr, PAIRED: gl.constexpr,
+    OUTSTANDING: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """See the module; `launch` in attention.py documents and checks the arguments. `scale` includes log2(e)."""
     keys = Keys(
@@ -335,16 +341,21 @@ def attention_kernel(
         length0, length1, bias, queries, window, causal, FORM, POOLS, HAS_LENGTH0, HAS_LENGTH1, HAS_BIAS, BATCHED_KV,
         STRIDE0, STRIDE1,
     )  # fmt: skip
-    jobs = Jobs(jobs_count, tokens, first, token0, splits, HEADS, EPILOGUE == EPILOGUE_PARTIAL)
+    SPLIT: gl.constexpr = PAIRED or EPILOGUE == EPILOGUE_PARTIAL
+    jobs = Jobs(jobs_count, tokens, first, token0, splits, HEADS, SPLIT, PAIRED)
     output = Output(
         out, scales, lse, sink, cos, sin, rope_period, total, origin, padded, floor,
         HEADS, PER_GROUP, HALF, EPILOGUE, BLOCK, POWER_OF_TWO, PACKED, HAS_SINK, ROPE_SHARED,
     )  # fmt: skip
+    meeting = (shares, share_lse)
     if wait == WAIT_FIRST:
         gdc_wait()
     if release == RELEASE_FIRST:
         gdc_launch_dependents()
     sh = allocate_shared(PAGED)
+    if PAIRED:
+        cluster.init_barrier(0, 4)
+        cluster.init_barrier(1, 4)
     q_strides = (q_batch_stride, q_token_stride, q_head_stride)
     if PAGED:
         pages = Pages(
@@ -353,8 +364,8 @@ def attention_kernel(
         )  # fmt: skip
         gl.warp_specialize(
             [
-                (consumer_right, (sh, keys, jobs, output, scale, release)),
-                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (consumer_right, (sh, keys, jobs, output, meeting, scale, release)),
+                (consumer_left, (sh, keys, jobs, output, meeting, scale, OUTSTANDING)),
                 (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, AHEAD, 0)),
                 (pages_producer, (sh, keys, pages, jobs, q, q_strides, BATCHED, AHEAD, 1)),
             ],
@@ -364,8 +375,8 @@ def attention_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer_right, (sh, keys, jobs, output, scale, release)),
-                (consumer_left, (sh, keys, jobs, output, scale, OUTSTANDING)),
+                (consumer_right, (sh, keys, jobs, output, meeting, scale, release)),
+                (consumer_left, (sh, keys, jobs, output, meeting, scale, OUTSTANDING)),
                 (producer, (sh, keys, jobs, q, q_strides, BATCHED)),
             ],
             [4, 4],

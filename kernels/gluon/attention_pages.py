@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from . import cluster
 from .attention_shared import load_q
 from .hopper import MASKED_SCORE, TILE, pin_int
 
@@ -173,6 +174,8 @@ def pages_producer(
 
     AHEAD: the upper halves of the buffers for probabilities are not used by another job's output meanwhile.
     """
+    if jobs.PAIRED:
+        cluster.announce()
     lane = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
     word = gl.expand_dims(gl.arange(0, 2 * PIECE, gl.SliceLayout(0, WORDS)), 0)
     done = 0

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
+from . import cluster
 from .attention_shared import ROWS_OF_16_BYTES, load_q
 from .hopper import COLUMNS, TILE, pin_int
 
@@ -26,6 +27,8 @@ def gather_chunk(sh, pointers, valid, parity, half, CHUNK: gl.constexpr):
 @gluon.jit
 def producer(sh, keys, jobs, q, q_strides, BATCHED: gl.constexpr):
     """Load q and the key rows of every job, as far ahead as the buffers allow."""
+    if jobs.PAIRED:
+        cluster.announce()
     lane = gl.arange(0, TILE, gl.SliceLayout(1, ROWS_OF_16_BYTES))
     column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, ROWS_OF_16_BYTES)), 0)
     done = 0

@@ -117,6 +117,7 @@ def launch(
         WEIGHT_ROWS=form.weight_rows,
         BLOCKS=form.blocks,
         SWAP=form.swap,
+        LET_IN=pdl and blocks_t == 1,  # two tiles of tokens were 2 us slower so, three and more do not gain
         PREFETCH=form.prefetch if pdl and blocks_t == 1 else 0,
         **options,
     )

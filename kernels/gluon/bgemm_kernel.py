@@ -285,13 +285,14 @@ def bgemm_kernel(
     GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
     WEIGHT_ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, SWAP: gl.constexpr,
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr,
-    PREFETCH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    LET_IN: gl.constexpr, PREFETCH: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K], `weight`; scale_rows: of all token scales, flat.
 
-    See `launch`. PREFETCH: bytes of each weight row, only where there is one tile of tokens.
+    See `launch`. LET_IN: have a dependent kernel launched early. PREFETCH: bytes of each weight row. Both only where
+    there is one tile of tokens.
     """
-    if PDL:
+    if LET_IN:
         gdc_launch_dependents()
     tiles = Tiles(tiles_count, tokens, blocks_t, ROW_TILES, K_BLOCKS, TOKENS, WEIGHT_ROWS, STAGES, BLOCKS)
     scales = WeightScales(w_scales, BYTES_W, PACKED_X)

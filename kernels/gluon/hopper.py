@@ -265,7 +265,7 @@ class Keys:
 @aggregate
 class Jobs:
     """The jobs that persistent CTAs walk through: rows (token, head block; the block fastest), or shares of their keys,
-    (share, row), the row fastest."""
+    (share, row), the row fastest. PAIRED: every row has two shares, one job behind the other."""
 
     count: gl.tensor
     tokens: gl.tensor  # tokens of this launch
@@ -274,9 +274,10 @@ class Jobs:
     splits: gl.tensor  # shares of each row
     HEADS: gl.constexpr
     SPLIT: gl.constexpr  # whether rows are cut into shares
+    PAIRED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, count, tokens, first, token0, splits, HEADS, SPLIT):
+    def __init__(self, count, tokens, first, token0, splits, HEADS, SPLIT, PAIRED):
         self.count = count
         self.tokens = tokens
         self.first = first
@@ -284,13 +285,17 @@ class Jobs:
         self.splits = splits
         self.HEADS = gl.constexpr(HEADS)
         self.SPLIT = gl.constexpr(SPLIT)
+        self.PAIRED = gl.constexpr(PAIRED)
 
     @gluon.jit
     def place(self, job):
         """(head block, share, row of the index list, token) of a job."""
         blocks: gl.constexpr = (self.HEADS + TILE - 1) // TILE
         split = job * 0
-        if self.SPLIT:  # runtime divisions are slow: none without need
+        if self.PAIRED:
+            split = job & 1
+            job = job >> 1
+        elif self.SPLIT:  # runtime divisions are slow: none without need
             rows = self.tokens * blocks
             split = job // rows
             job -= split * rows

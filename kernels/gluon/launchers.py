@@ -78,15 +78,17 @@ def _sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, cut: bool = True) -> None:
-    """Run `launch(epilogue, sink, splits, tail)`, its keys shared out as the plan says.
-
-    cut: `launch` is one over all tokens, which can compute its last tokens apart.
+def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, **forms: bool) -> None:
+    """Run `launch(epilogue, sink, splits, tail)`, its keys shared out as the plan says. forms: see attention.plan; cut:
+    `launch` is one over all tokens, which can compute its last tokens apart.
     """
     # A batch-invariant call is not split: the number of splits depends on the number of tokens.
-    chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), cut=cut)
+    chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), **forms)
     if chosen is None or not chosen.cut:
         launch(epilogue, sink, 1, None)
+        return
+    if chosen.paired:
+        launch(epilogue, sink, chosen.splits, None)
         return
     sink = None if sink is None else sink.contiguous()
     # Allocated before anything is launched: the launch that writes it does not wait for the one before.
@@ -209,7 +211,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
         for token0, _, rows, lists in chunks:
             attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0, pdl=True)
 
-    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=aligned)
+    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=aligned, pair=not aligned)
 
 
 def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):

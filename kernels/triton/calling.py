@@ -139,6 +139,24 @@ def undisturbed() -> bool:
     return not (runtime.debug or knobs.compilation.instrumentation_mode)
 
 
+def in_clusters(compiled: Any, size: int, more_bytes: int) -> None:
+    """Have all launches of ``compiled``, whose programs are one CTA each, put ``size`` neighbouring CTAs into a cluster
+    and give each ``more_bytes`` of shared memory behind what Triton has planned, from a multiple of 128 on.
+
+    A launch's grid counts clusters then. RuntimeError where this Triton's launcher goes by something else.
+    """
+    compiled = compiled.result() if hasattr(compiled, "result") else compiled  # it may still be compiling
+    metadata = compiled.metadata
+    plain = (metadata.num_warps, 1, metadata.shared)
+    clustered = (metadata.num_warps, size, -(-metadata.shared // 128) * 128 + more_bytes)
+    if compiled.packed_metadata not in (plain, clustered):
+        raise RuntimeError(
+            f"expected the launcher of triton {KNOWN_TRITON[0]} to go by warps, CTAs and shared memory, {plain}; "
+            f"found {compiled.packed_metadata}. Please report it, with the version"
+        )
+    compiled.packed_metadata = clustered
+
+
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _kept: set[int] = set()
 

@@ -80,10 +80,13 @@ def num_splits(tokens: int, head_blocks: int, tiles: int, sm_count: int) -> int:
 @dataclass(frozen=True)
 class Plan:
     """Which tokens of a Hopper attention have their keys cut into shares, for a kernel behind it to merge: the last
-    `cut` ones, into `splits` each. Fewer than all: they would be a last wave that leaves most of the GPU idle."""
+    `cut` ones, into `splits` each. Fewer than all: they would be a last wave that leaves most of the GPU idle.
+
+    paired: two shares of every token, which finish their rows themselves instead."""
 
     cut: int
     splits: int
+    paired: bool = False
 
 
 # Hopper, microseconds, all from measured chains on an H200.
@@ -92,12 +95,15 @@ TILE_US = 1.75  # of a share: one tile of 64 keys
 # cost more than 128 is no misprint: 5 shares were 2.6 us faster than 10 there.
 SHARE_US = ((64, 0.87), (128, 0.16), (256, 0.3), (512, 0.25))
 SHARE_US_PER_ROW = 0.25 / 240
+# Of two shares that finish their rows themselves. Not over FP8 pages: 2 us slower there than a merge behind the kernel,
+# where 1 to 2.5 us faster over bf16 rows (H200).
+PAIR_US = 4.0
 # Of a last wave that is cut, beside its shares: two launches more. It separates what was faster cut (2 to 16 rows of 18
 # tiles: by 11 to 13 us; 28 rows: by 5) from what was slower (60 rows: by 2; 8 rows of 10 tiles: by up to 1).
 TAIL_US = 13.5
 
 
-def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = True) -> Plan:
+def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = True, pair: bool = True) -> Plan:
     """How rows (tokens x blocks of 64 heads) with ``tiles`` tiles of keys each share the multiprocessors; no share is
     empty.
 
@@ -116,7 +122,10 @@ def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = 
     def cost(splits: int) -> float:
         return -(-tiles // splits) * TILE_US + (splits * per_share + more if splits > 1 else 0.0)
 
-    splits = min(range(1, max(1, min(tiles, sm_count // (last * blocks))) + 1), key=cost)
+    most = max(1, min(tiles, sm_count // (last * blocks)))
+    splits = min(range(1, most + 1), key=cost)
+    if pair and not waves and most > 1 and -(-tiles // 2) * TILE_US + PAIR_US < cost(splits):
+        return Plan(tokens, 2, paired=True)
     splits = -(-tiles // -(-tiles // splits))
     return Plan(last, splits) if splits > 1 else Plan(0, 1)
 

@@ -33,6 +33,7 @@ ELSEWHERE = {
 ASKED = {
     "python -m benchmarks all": "python -m benchmarks",
     "python -m benchmarks chain": "python -m benchmarks",
+    "python -m benchmarks decode_graphs --profile": "python -m benchmarks",
     "python -m benchmarks._tune_merge --json sweep.json --table kernels/tuning/merge_sm90.py":
         "python -m benchmarks._tune_merge",
     "python tools/sanitize.py": "python tools/sanitize.py",

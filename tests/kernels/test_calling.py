@@ -119,3 +119,37 @@ def test_every_thread_gets_a_context_once(monkeypatch):
     assert in_threads(2) == 2
     capturing.append(True)
     assert in_threads(1) == 0
+
+
+class _Clustered:
+    """A jitted function whose compiled kernel, of one CTA per program, knows what launches go by."""
+
+    def __init__(self, packed):
+        self.compiled = SimpleNamespace(metadata=SimpleNamespace(num_warps=4, shared=1000), packed_metadata=packed)
+        self.launched = []
+
+    def warmup(self, *args, grid, **options):
+        return self.compiled
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append((grid, args, options, self.compiled.packed_metadata))
+
+
+def test_a_launch_in_clusters():
+    """The kernel is compiled, told of the clusters, and only then launched, again and again; others are left alone."""
+    pytest.importorskip("triton")
+    kernel = _Clustered((4, 1, 1000))
+    for _ in range(2):
+        launching.at(kernel, (3,), cluster=2)(7, SIZE=8)
+    assert kernel.launched == [((3,), (7,), {"SIZE": 8}, (4, 2, 1024 + launching.CLUSTER_BARRIER_BYTES))] * 2
+    kernel = _Clustered((4, 1, 1000))
+    launching.at(kernel, (3,))(7)
+    assert kernel.launched == [((3,), (7,), {}, (4, 1, 1000))]
+
+
+def test_clusters_of_an_unknown_launcher():
+    pytest.importorskip("triton")
+    kernel = _Clustered({"num_warps": 4})
+    with pytest.raises(RuntimeError, match="warps, CTAs and shared memory"):
+        launching.at(kernel, (3,), cluster=2)(7)
+    assert not kernel.launched

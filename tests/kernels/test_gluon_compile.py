@@ -20,6 +20,7 @@ from fusion_pass.kernels.tuning.bgemm import Form
 SHARED_LIMIT = 232_448  # bytes a CTA can have on sm_90
 ROOT = Path(__file__).resolve().parents[2]
 POINTERS = {"index0": "*i32", "index1": "*i32", "length0": "*i32", "length1": "*i32", "lse": "*fp32", "sink": "*fp32"}
+POINTERS |= {"share_lse": "*fp32"}
 BASE = {
     "HEADS": 128,
     "PER_GROUP": 8,
@@ -39,6 +40,7 @@ BASE = {
     "STRIDE0": 512,
     "STRIDE1": 512,
     "PAGED": False,
+    "PAIRED": False,
     "AHEAD": False,
 }
 QUANT = {"out": "*fp8e4nv", "scales": "*fp32"}
@@ -63,18 +65,26 @@ VARIANTS = {
         {**PAGES, "AHEAD": False, "STRIDE1": 2, "HAS_LENGTH0": True, "HAS_LENGTH1": True, "HEADS": 64},
         {**BYTES, "index0": "*i64", "index1": "*i64"},
     ),
+    "quant, paired": ("quant", {"PAIRED": True}, QUANT),
+    "plain, paired": ("plain", {"PAIRED": True, "HEADS": 64}, {}),
+    "dense mask, packed, paired": (
+        "quant",
+        {"PAIRED": True, "POOLS": 1, "HAS_BIAS": True, "PACKED": True},
+        {"out": "*fp8e4nv", "scales": "*i8"},
+    ),
     "causal, window": ("rope", {"POOLS": 1, "FORM": 1, "HEADS": 64, "BATCHED_KV": True, "BATCHED": True}, {}),
 }
 # name: (form, constants)
 BGEMM_VARIANTS = {
-    "bgemm, 16 tokens": (Form(16, 128, 5, 2, swap=True, prefetch=512), {}),
+    "bgemm, 16 tokens": (Form(16, 128, 4, 2, swap=True, prefetch=512), {}),
     "bgemm, 16 tokens, exponent scales": (
-        Form(16, 128, 5, 2, swap=True, prefetch=512),
+        Form(16, 128, 4, 2, swap=True, prefetch=512),
         {"PACKED_X": True, "BYTES_W": True},
     ),
-    "bgemm, 32 tokens": (Form(32, 128, 5, 2, swap=True, prefetch=512), {}),
-    "bgemm, 64 tokens": (Form(64, 128, 4, 2), {}),
-    "bgemm, 64 tokens, 64 rows": (Form(64, 64, 5, 2), {}),
+    "bgemm, 32 tokens": (Form(32, 128, 3, 2, swap=True, prefetch=512), {}),
+    "bgemm, 64 tokens": (Form(64, 128, 3, 2), {}),
+    "bgemm, 64 tokens, 64 rows": (Form(64, 64, 4, 2), {}),
+    "bgemm, 128 tokens": (Form(128, 128, 5, 1), {}),
     "bgemm, 256 tokens": (Form(256, 128, 4, 1), {}),
     "bgemm, overlapped": (Form(128, 128, 5, 1, overlapped=True), {}),
     "bgemm, overlapped, exponent scales": (
@@ -83,7 +93,7 @@ BGEMM_VARIANTS = {
     ),
     "bgemm, exponent scales": (Form(256, 128, 4, 1), {"PACKED_X": True, "BYTES_W": True}),
 }
-FAST = ("quant", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
+FAST = ("quant", "quant, paired", "dense mask", "pages, quant", "bgemm, 16 tokens", "bgemm, overlapped")
 
 
 def attention_source(name: str):
@@ -121,6 +131,7 @@ def bgemm_source(name: str):
         "PACKED_X": False,
         "BYTES_W": False,
         "PDL": True,
+        "LET_IN": True,
         "PREFETCH": form.prefetch,
         **(bgemm.SWAP_TUNING if form.swap else bgemm.TUNING),
         **changed,

@@ -38,11 +38,14 @@ def test_plans(heads):
             assert plan.cut * blocks * plan.splits <= SMS
             share = -(-tiles // plan.splits)
             assert (plan.splits - 1) * share < tiles, "a share without keys"
+            assert not plan.paired or (plan.cut == tokens and plan.splits == 2)
             if rows > SMS and plan.cut:
                 whole = (tokens - plan.cut) * blocks
                 assert whole <= rows // SMS * SMS < whole + plan.cut * blocks
-                # what a call of these tokens alone takes: its kernels are then compiled already
-                assert plan == hopper_plan(plan.cut, heads, tiles, SMS)
+                # what a call of these tokens alone takes, unless it finishes its rows itself
+                alone = hopper_plan(plan.cut, heads, tiles, SMS)
+                assert plan == alone or alone.paired
+                assert not plan.paired
             if rows > SMS:
                 assert hopper_plan(tokens, heads, tiles, SMS, False) == Plan(0, 1)
 
@@ -56,6 +59,14 @@ def test_tails(tokens, heads, tail):
     assert plan.cut == tail and plan.splits >= 4
     assert attention.plan(128, 128, 1152, SMS) == Plan(0, 1)
     assert attention.plan(66, 128, 1152, SMS) == Plan(0, 1)
+
+
+def test_pairs():
+    """Two shares finish their rows themselves where rows half fill the GPU and may do so."""
+    for tokens, heads, keys in ((32, 128, 1152), (33, 128, 1152), (64, 64, 640), (32, 64, 640)):
+        assert attention.plan(tokens, heads, keys, SMS) == Plan(tokens, 2, paired=True)
+        assert not attention.plan(tokens, heads, keys, SMS, pair=False).paired
+    assert not attention.plan(16, 128, 1152, SMS).paired
 
 
 def test_merging():
@@ -203,7 +214,7 @@ def test_pages_that_are_decoded_first_are_not_cut(monkeypatch, aligned):
     if not aligned:
         monkeypatch.setattr("fusion_pass.kernels.triton.paged.decoded_chunks", lambda *args: ())
     launchers._launch_paged((torch.empty_like(q),), q, pages, m.integers(0, 20, (3, 9)), None, 0.05, 8, *[None] * 4, 1)
-    assert asked == [{"cut": aligned}]
+    assert asked == [{"cut": aligned, "pair": not aligned}]
 
 
 @pytest.mark.parametrize("count", [2, 5, 7, 18])

@@ -31,7 +31,7 @@ def test_our_launchers_are_recorded(tokens, heads, monkeypatch):
     notes, fake = [], FakeMachine()
     kernels: dict[str, FakeKernel] = {}
 
-    def at(kernel, grid):
+    def at(kernel, grid, cluster=1):
         stand_in = kernels.setdefault(
             f"{kernel.fn.__module__}.{kernel.fn.__qualname__}", FakeKernel(kernel.arg_names, notes)
         )
