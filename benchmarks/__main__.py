@@ -12,7 +12,7 @@ import torch
 import benchmarks
 from benchmarks import harness
 
-NOT_TABLES = {"harness", "shapes", "peers", "inputs", "merge_inputs", "processes", "kernel_profile"}
+NOT_TABLES = {"unfused", "harness", "shapes", "peers", "inputs", "merge_inputs", "processes", "kernel_profile"}
 
 
 def tables() -> list[str]:

@@ -1,7 +1,8 @@
 """The whole chain, attention -> inverse RoPE -> FP8 quantisation -> grouped GEMM, in one CUDA graph per variant.
 
 Ours: the two ops as the pass emits them, and for many tokens also with DeepGEMM as the product's backend, which is used
-only where it is installed and asked for. Peers: FlashMLA (sparse decode over FP8 pages, and sparse forward over bf16
+only where it is installed and asked for. The same chain in torch's own operations, unfused and compiled by plain
+Inductor (unfused.py). Peers: FlashMLA (sparse decode over FP8 pages, and sparse forward over bf16
 rows), vLLM's rotation + quantisation kernel (where it is not importable a stand-in, see peers.py; each row says which),
 DeepGEMM's fp8_einsum. Every variant is checked against float64 before it is timed.
 """
@@ -17,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks import harness, inputs, peers
+from benchmarks import harness, inputs, peers, unfused
 from benchmarks.inputs import AttentionInputs, Projection
 from benchmarks.shapes import SHAPES, Shape
 
@@ -107,7 +108,7 @@ def reference(x: AttentionInputs, w: Projection, groups: int, tokens: list[int])
     return torch.einsum("tgk,grk->tgr", torch.stack(rows), weight)
 
 
-def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harness.Call]]:
+def variants(shape: Shape, tokens: int, use_peers: bool, use_torch: bool = False) -> dict[str, list[harness.Call]]:
     """Calls of every variant over rotating pools, queries and weights."""
     import fusion_pass.kernels.ops  # noqa: F401  (registers the ops)
     from fusion_pass.kernels.tuning import bgemm as tuning
@@ -139,6 +140,9 @@ def variants(shape: Shape, tokens: int, use_peers: bool) -> dict[str, list[harne
                 partial(theirs, peers.flash_mla_fp8(mla, x, *pages[k]), quant, gemm, x, w)
                 for (x, w, k), quant in zip(cases, quantise, strict=True)
             ]
+    if use_torch:
+        for name, function in (("torch, unfused", unfused.unfused), ("torch, Inductor", unfused.with_inductor())):
+            calls[name] = [partial(unfused.call, function, x, w) for x, w, _ in cases]
     checked = sorted({0, tokens // 2, tokens - 1})[:CHECKED]
     expected = reference(*cases[0][:2], groups, checked)
     for name, variant in calls.items():
@@ -156,7 +160,8 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         shape = SHAPES[name]
         weight_bytes = shape.groups * shape.rank * shape.group_width
         for tokens in args.tokens or TOKENS[name]:
-            timings = harness.time_interleaved(variants(shape, tokens, not args.no_peers), replays=args.replays)
+            calls = variants(shape, tokens, not args.no_peers, not args.no_torch)
+            timings = harness.time_interleaved(calls, replays=args.replays)
             best = min((k for k in timings if k.startswith("peers")), key=lambda k: timings[k].us, default=None)
             attention_flops = 4.0 * tokens * shape.heads * shape.keys * shape.head_dim
             gemm_flops = 2.0 * tokens * weight_bytes

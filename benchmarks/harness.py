@@ -195,6 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", default=["pro", "flash"], choices=["pro", "flash"], help="model shapes")
     parser.add_argument("--replays", type=int, default=21, help="graph replays per variant")
     parser.add_argument("--no-peers", action="store_true", help="leave the peers out even when they are importable")
+    parser.add_argument("--no-torch", action="store_true", help="chain: leave out torch's own operations and Inductor")
     parser.add_argument("--no-plot", action="store_true", help="write no plots")
     parser.add_argument("--seed", type=int, default=None, help="random seed; default: fresh data at every run")
     parser.add_argument(

@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 import torch.fx as fx
 
+from ..elements.loads import INDEXED
 from ..elements.moves import is_float_cast
 from ..elements.numeric import Unevaluated
 from ..elements.sizes import Sizes, Unsized
@@ -37,6 +38,7 @@ from .region import dependents, unknown_inputs
 
 aten = torch.ops.aten
 MAX_SINK_CANDIDATES = 4
+MOST_LOOKED_AT = 16  # nodes behind a concatenation
 
 
 def recognise_attention(output: fx.Node, axes: OutputAxes, context: Context,
@@ -95,6 +97,22 @@ def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused
         if isinstance(bound, Refused):
             return bound
         bindings.extend(bound)
+    refused = _disagreement(bindings)
+    if refused is not None:
+        return refused
+    match = _prove(explorer, context, binder, bindings, region)
+    if isinstance(match, Refused) or match.gathered or match.sink_gate:
+        return match
+    # Rows picked from two pools and joined: one piece of dense keys, or two pieces of gathered ones.
+    apart = _cut_at_joins(explorer, binder, bindings)
+    if not apart or _disagreement(apart) or not recognise_gathered(binder, apart, context.constant):
+        return match
+    gathered = _prove(explorer, context, binder, apart, region)
+    return gathered if isinstance(gathered, AttentionMatch) and gathered.gathered else match
+
+
+def _disagreement(bindings: list[Binding]) -> Refused | None:
+    """What the keys do not have in common, though a softmax over all of them needs it."""
     first = bindings[0]
     for other in bindings[1:]:
         if (other.query.node, other.query.offset, other.query.axes) != (
@@ -102,7 +120,7 @@ def _recognise(explorer: Explorer, context: Context) -> AttentionMatch | Refused
             return Refused("fmha", "different keys are multiplied by different queries", other.segment.scores.node)
         if abs(other.scale - first.scale) > 1e-9 * abs(first.scale) or other.scale_node is not first.scale_node:
             return Refused("fmha", "different keys have different softmax scales", other.segment.scores.node)
-    return _prove(explorer, context, binder, bindings, region)
+    return None
 
 
 def _segments(explorer: Explorer) -> tuple[list[Segment], list[Reach]] | Refused:
@@ -140,20 +158,51 @@ def _bind(explorer: Explorer, binder: Binder, segment: Segment) -> list[Binding]
     whole = binder.bind(segment)
     if not isinstance(whole, Refused):
         return [whole]
+    parts = _by_origin(explorer, binder, segment)
+    return whole if parts is None else parts
+
+
+def _by_origin(explorer: Explorer, binder: Binder, segment: Segment) -> list[Binding] | Refused | None:
+    """The segment cut where its rows come from different nodes, if they do and its weights are cut alike."""
     parts = explorer.by_origin(segment.site, torch.arange(segment.start, segment.start + segment.count))
     if len(parts) < 2:
-        return whole
-    bindings = []
+        return None
+    bindings: list[Binding] = []
     for keys in parts:
         found = explorer.segments(segment.site, keys)
         if found is None or isinstance(found, Refused):
-            return whole
+            return None
         for part in found:
             binding = binder.bind(part)
             if isinstance(binding, Refused):
                 return binding
             bindings.append(binding)
     return bindings
+
+
+def _cut_at_joins(explorer: Explorer, binder: Binder, bindings: list[Binding]) -> list[Binding] | None:
+    """The bindings, those over joined rows cut where these were joined; None where no rows were, or not so."""
+    cut: list[Binding] = []
+    for binding in bindings:
+        parts = _by_origin(explorer, binder, binding.segment) if _joins_picked_rows(binding) else [binding]
+        if parts is None or isinstance(parts, Refused):
+            return None
+        cut.extend(parts)
+    return cut if len(cut) > len(bindings) else None
+
+
+def _joins_picked_rows(binding: Binding) -> bool:
+    """Whether the rows are a concatenation with a part that an index picked: cheap, and not the proof."""
+    node = binding.piece.rows.node
+    if node.target is not aten.cat.default:
+        return False
+    seen = list(node.all_input_nodes)
+    for part in seen:
+        if part.target in INDEXED:
+            return True
+        if len(seen) < MOST_LOOKED_AT and part.op == "call_function":
+            seen.extend(part.all_input_nodes[:1])
+    return False
 
 
 def _prove(explorer: Explorer, context: Context, binder: Binder, bindings: list[Binding],
