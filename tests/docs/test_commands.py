@@ -25,6 +25,7 @@ ELSEWHERE = {
     "python -m fusion_pass explain FILE.py:FUNCTION": ("tests/cli/test_cli.py", ""),
     "python -m fusion_pass explain examples/plain_attention.py:example": ("tools/newcomer.py", "below, with --html"),
     "python -m pytest": (".ci/run", ""),
+    "python tools/plots.py": ("tests/docs/test_plots.py", ""),
     "python -m pytest -s tests/models/test_transformers.py -k no_worse": ("tests/models/test_transformers.py", ""),
     "torchrun --standalone --nproc-per-node 2 examples/tensor_parallel.py --inner aot_eager": (
         "tests/scale_out/test_tensor_parallel.py", "with fewer layers"),
