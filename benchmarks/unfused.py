@@ -54,21 +54,9 @@ def product(o: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
     return torch.bmm(rows.to(o.dtype), values.to(o.dtype).transpose(1, 2)).transpose(0, 1)
 
 
-def unfused(
-    q: Tensor,
-    kv: Tensor,
-    extra_kv: Tensor,
-    indices: Tensor,
-    extra_indices: Tensor,
-    sink: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    weight: Tensor,
-    weight_scales: Tensor,
-) -> Tensor:
-    """[T, G, R]: the whole chain."""
-    o = inverse_rope(attention(q, kv, extra_kv, indices, extra_indices, sink, scale), cos, sin)
+def unfused(attended: tuple, cos: Tensor, sin: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    """[T, G, R]: the whole chain; ``attended``: the arguments of :func:`attention`."""
+    o = inverse_rope(attention(*attended), cos, sin)
     return product(o.reshape(o.shape[0], weight.shape[0], -1), weight, weight_scales)
 
 
@@ -81,6 +69,6 @@ def with_inductor() -> Callable[..., Tensor]:
 
 def call(function: Callable[..., Tensor], x: AttentionInputs, w: Projection) -> Tensor:
     """`function` with the signature of :func:`unfused` on a table's inputs."""
-    pools, lists = (x.kv, x.extra_kv), (x.indices, x.extra_indices)
+    attended = (x.q, x.kv, x.extra_kv, x.indices, x.extra_indices, x.sink, x.scale)
     with torch.no_grad():
-        return function(x.q, *pools, *lists, x.sink, x.cos, x.sin, x.scale, w.weight, w.scales)
+        return function(attended, x.cos, x.sin, w.weight, w.scales)

@@ -12,8 +12,6 @@ from typing import Any
 Read = Callable[[str], "dict[str, Any] | None"]
 Rows = dict[tuple[Any, ...], dict[str, Any]]
 
-HOST_PART = "host time of a call, 64 heads"  # of the sweep, until host.json is committed
-PROFILE_PART = "decode step of a 4-layer slice, batch 1: kernels of one replayed CUDA graph"
 ONE_KERNEL = "torch.bmm"
 NO_FIGURES = "No figures are committed."
 
@@ -129,7 +127,6 @@ def _captured(read: Read) -> list[dict[str, Any]]:
 def _host(read: Read) -> dict[str, list[float]] | None:
     """Host microseconds of 64 heads' calls: by launch plan, without, when the plan is made, and of one kernel."""
     rows = [row for row in rows_of(read, "host") if row["shape"].startswith("flash")]
-    rows = rows or (read("hopper_variants_sweep") or {"parts": {}})["parts"].get(HOST_PART, [])
     found: dict[str, list[float]] = {"replay": [], "ordinary": [], "one": [], "first": []}
     for row in rows:
         kind = "one" if ONE_KERNEL in row["shape"] else row["variant"].partition(" ")[0]
@@ -219,16 +216,9 @@ def decode_step(read: Read) -> str:
         if (batch, "fusion_pass") in captured
     ]
     text = [f"The whole step of transformers' 4-layer slice takes {_list(reached)}."]
-    profiled = {place: row for place, row in captured.items() if "profile" in row}
-    if profiled:
-        listed: dict[tuple[int, str], tuple[int, float, dict[str, float]]] = {
-            place: (row["kernels"], row["kernel_us"], row["profile"]) for place, row in profiled.items()
-        }
-    else:
-        old = (read("hopper_variants_sweep") or {"parts": {}})["parts"].get(PROFILE_PART, [])
-        listed = {
-            (1, row["variant"]): (row["kernels"], row["microseconds"], dict(list(row.items())[3:])) for row in old
-        }
+    listed: dict[tuple[int, str], tuple[int, float, dict[str, float]]] = {
+        place: (row["kernels"], row["kernel_us"], row["profile"]) for place, row in captured.items() if "profile" in row
+    }
     for batch in sorted({batch for batch, _ in listed}):
         plain, ours = listed.get((batch, "inductor")), listed.get((batch, "fusion_pass"))
         if plain and ours:

@@ -1,19 +1,16 @@
 """The committed plots are of the committed results."""
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+from tool_modules import load_tool
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def plots():
-    spec = importlib.util.spec_from_file_location("plots", ROOT / "tools" / "plots.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("plots")
 
 
 def test_committed_plots_are_current(plots):

@@ -1,23 +1,16 @@
 """Tools that run for minutes elsewhere: what they keep, and that their commands are the README's."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from tool_modules import load_tool
 
 ROOT = Path(__file__).parents[2]
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_versions_are_kept_once(tmp_path, monkeypatch):
-    tool = load("version_matrix")
+    tool = load_tool("version_matrix")
     monkeypatch.setattr(tool, "RESULTS", tmp_path / "versions.json")
     row = {"torch": "2.13.0", "transformers": "5.24.0", "device": "cpu", "tests": ["tests"], "passed": 1}
     inside = {"tests": ["tests/graphs/test_a.py::test_b"]}
@@ -33,13 +26,13 @@ def test_versions_are_kept_once(tmp_path, monkeypatch):
 
 def test_versions_come_in_pairs(capsys):
     with pytest.raises(SystemExit):
-        load("version_matrix").main(["--torch", "2.11.0"])
+        load_tool("version_matrix").main(["--torch", "2.11.0"])
     assert "go together" in capsys.readouterr().err
 
 
 def test_newcomers_take_the_commands_of_the_readme(tmp_path):
     readme = (ROOT / "README.md").read_text()
-    steps = load("newcomer").steps(tmp_path)
+    steps = load_tool("newcomer").steps(tmp_path)
     for what in ('pip install -e ".[hf]"', "python -m fusion_pass demo",
                  "python -m fusion_pass explain examples/plain_attention.py:example"):
         assert what in readme and what in [step for step, _ in steps]
