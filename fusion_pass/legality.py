@@ -11,7 +11,14 @@ from .fx_access import args_of
 
 # Marks a declared op whose written-out form is read instead (see recognise.declared): no reader, whatever it reads.
 WRITTEN_OUT = "fusion_pass_written_out"
-_METADATA_CHECK = torch.ops.aten._assert_tensor_metadata.default
+aten = torch.ops.aten
+_METADATA_CHECK = aten._assert_tensor_metadata.default
+# Views that no compiler turns into a copy where they and their input are contiguous.
+_VIEWS = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.unsqueeze.default, aten.select.int, aten.slice.Tensor, aten.alias.default,
+    aten.detach.default, aten.permute.default, aten.transpose.int, aten.t.default,
+}
 
 
 def is_metadata_check(node: fx.Node) -> bool:
@@ -80,6 +87,7 @@ class GraphFacts:
         self.order = {node: number for number, node in enumerate(graph.nodes)}
         self.live = live_nodes(graph, ())
         self.writes = [(node, value) for node in graph.nodes for value in _written(node)]
+        self.has_streams = any(getattr(node.target, "namespace", "") == "streams" for node in graph.nodes)
 
     def position(self, node: fx.Node) -> int:
         """Place in the graph; nodes that a replacement has put there since count as earlier than all others."""
@@ -111,9 +119,38 @@ class GraphFacts:
         limit = self.position(before)
         return next((node for node, value in self.writes if value in nodes and self.position(node) < limit), None)
 
+    def is_settled_input(self, node: fx.Node) -> bool:
+        """Whether ``node`` is a contiguous view of a graph input (or constant) that nothing in this graph writes, and
+        that other streams do not fill while the graph runs: its values are in memory before the first kernel starts.
+
+        Who cannot be read counts as a writer: operators that hold other graphs, and Python functions.
+        """
+        root = node
+        while root.target in _VIEWS and _is_contiguous(root):
+            root = args_of(root)[0]
+        if root.op not in ("placeholder", "get_attr") or not _is_contiguous(root):
+            return False
+        if self.has_streams or any(value is root for _, value in self.writes):
+            return False
+        stack = [root]
+        while stack:
+            for user in stack.pop().users:
+                if user.op == "output":
+                    continue
+                if not isinstance(user.target, torch._ops.OpOverload):
+                    return False
+                if user.target.is_view:
+                    stack.append(user)
+        return True
+
     def mutation(self) -> fx.Node | None:
         """The first in-place operator on an intermediate value: such a graph is not functional and is left alone."""
         return next((node for node, value in self.writes if value.op == "call_function"), None)
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_contiguous()
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -121,5 +158,9 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or (
             not node.target._schema.is_mutable):
         return []
-    return [value for argument, value in zip(node.target._schema.arguments, node.args)
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)]
+    written: list[fx.Node] = []
+    for number, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[number] if number < len(node.args) else node.kwargs.get(argument.name)
+            fx.map_arg(given, written.append)
+    return written

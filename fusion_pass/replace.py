@@ -351,7 +351,7 @@ def replace_chain(chain: Chain, graph: fx.Graph, sizes: Sizes, facts: GraphFacts
         codes = writer.builder.call(operator.getitem, replaced.node, 0)
         scales = writer.builder.call(operator.getitem, replaced.node, 1)
         if chain.weight is not None:
-            made = {**(replace_product(chain, writer.builder, codes, scales, config) or {rotation.node: None})}
+            made = {**(replace_product(chain, writer.builder, codes, scales, facts, config) or {rotation.node: None})}
             replaced = Replaced(replaced.op + " + fusion_pass.fp8_bgemm", replaced.node)
         elif quantisation.scales is None:
             made = {rotation.node: writer.arranged(writer.dequantised(codes, scales), channels, rotation.node)}

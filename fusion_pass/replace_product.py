@@ -8,6 +8,8 @@ import torch.fx as fx
 from .config import Config
 from .elements.layouts import Builder
 from .elements.moves import is_float_cast, is_move
+from .fx_access import args_of, target_of
+from .legality import GraphFacts
 from .recognise.chain_types import Chain
 
 aten = torch.ops.aten
@@ -22,11 +24,15 @@ def modes(op: torch._ops.OpOverload, config: Config) -> dict[str, bool]:
     return {name: True for name, is_asked in asked.items() if is_asked and name in known}
 
 
-def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.Node, config: Config
-                    ) -> dict[fx.Node, fx.Node] | None:
+def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.Node, facts: GraphFacts,
+                    config: Config) -> dict[fx.Node, fx.Node] | None:
     """The node that goes (the contraction, or the only rounding of its result), and ``fp8_bgemm`` in its layout.
 
     The op rounds its fp32 sum once, to the dtype that the source rounds to. None when the weight cannot be viewed.
+
+    A weight that was in memory before the graph's first kernel may be read while the kernel in front of the product
+    still runs (mode ``weight_ready``), if that kernel itself started behind all earlier ones: attention and rotation
+    do, a merge may not.
     """
     anchor, weight, quantisation = chain.anchors[0], chain.weight, chain.quantisation
     assert weight is not None and quantisation is not None
@@ -42,7 +48,11 @@ def replace_product(chain: Chain, builder: Builder, codes: fx.Node, scales: fx.N
     # bfloat16 is the op's default and stays unwritten: torch 2.11 packages a written dtype wrongly (AOTInductor).
     dtype = last.meta["val"].dtype
     rounding = () if dtype == torch.bfloat16 else (dtype,)
-    out = builder.call(op, codes, scales, w, s, quantisation.block, weight.block, *rounding, **modes(op, config))
+    how = modes(op, config)
+    in_front = target_of(args_of(codes)[0])
+    if facts.is_settled_input(w) and in_front is not torch.ops.fusion_pass.merge_partials_rope_quant.default:
+        how["weight_ready"] = True
+    out = builder.call(op, codes, scales, w, s, quantisation.block, weight.block, *rounding, **how)
     tokens_first = anchor.contraction.lhs is anchor.node.args[0]
     out = builder.permute(out, [1, 0, 2] if tokens_first else [1, 2, 0])
     before = anchor.node

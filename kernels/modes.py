@@ -5,6 +5,9 @@
 usually made from the number of tokens (splits of the keys, tiles, KvSplit, which kernel) is then made without it.
 ``check_inputs``: the op reads its index lists and lengths before it runs and raises ValueError for one that points
 outside (see :mod:`.ops.values`); without it such an index counts as "no key".
+``weight_ready``: nothing that may still run when the kernel in front of this one starts writes the weight. A product
+may then read it before that kernel is done. The pass says so of weights that are inputs of the graph and that the
+graph does not write.
 
 A mode is an argument of the op, so that it is part of a compiled graph and of every cache key. Below the op, the
 functions that choose a kernel read it from :func:`current`: their signatures then stay those of the op.
@@ -13,6 +16,7 @@ functions that choose a kernel read it from :func:`current`: their signatures th
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,16 +28,17 @@ class Modes:
 
     batch_invariant: bool = False
     check_inputs: bool = False
+    weight_ready: bool = False
 
 
 OFF = Modes()
-_all = {(invariant, check): Modes(invariant, check) for invariant in (False, True) for check in (False, True)}
-_all[False, False] = OFF
+_all = {flags: Modes(*flags) for flags in itertools.product((False, True), repeat=3)}
+_all[False, False, False] = OFF
 
 
-def modes_of(batch_invariant: bool = False, check_inputs: bool = False) -> Modes:
+def modes_of(batch_invariant: bool = False, check_inputs: bool = False, weight_ready: bool = False) -> Modes:
     """The one instance with these modes (making one per call takes as long as choosing a kernel)."""
-    return _all[batch_invariant, check_inputs]
+    return _all[batch_invariant, check_inputs, weight_ready]
 
 
 _current: ContextVar[Modes] = ContextVar("fusion_pass_modes", default=OFF)

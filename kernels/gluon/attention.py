@@ -70,10 +70,12 @@ def _aligned_q(q: Tensor) -> Tensor:
     return q if good else q.clone(memory_format=torch.contiguous_format)
 
 
-def plan(tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True, pair: bool = True) -> tuning_data.Plan:
+def plan(
+    tokens: int, heads: int, keys: int, sm_count: int, *, cut: bool = True, pages: bool = False
+) -> tuning_data.Plan:
     """How a call's keys are shared out, from capacities only. cut: whether tokens of a last wave alone may be split;
-    pair: whether two shares may finish their rows themselves."""
-    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut, pair)
+    pages: the keys are rows of FP8 pages."""
+    return tuning_data.hopper_plan(max(tokens, 1), heads, max(1, math.ceil(keys / TILE)), sm_count, cut, pages)
 
 
 def _meeting(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -94,6 +96,7 @@ def _launch(
     token0: int = 0,
     tokens: int,
     splits: int = 1,
+    paired: bool = False,
     tail: Epilogue | None = None,
     causal: bool = False,
     window: int = 0,
@@ -107,8 +110,7 @@ def _launch(
     launch that takes multiprocessors as soon as the first has no more work for them. Nothing that it writes may be
     memory which was freed after the first launch. Whoever waits for the last launch has waited for both.
 
-    Two splits whose epilogue is not "partial" finish their rows themselves (attention_pairs.py): no CTA may have two
-    jobs then.
+    paired: the two shares of every row finish it themselves (attention_pairs.py): no CTA may have two jobs then.
     """
     from .attention_kernel import attention_kernel
 
@@ -131,12 +133,13 @@ def _launch(
     total = batches * queries
     sink = None if sink is None else sink.contiguous()
     whole = tokens - (0 if tail is None else tail.out.shape[1])
-    paired = splits == 2 and epilogue.kind != "partial"
+    if paired and (splits != 2 or epilogue.kind == "partial"):
+        raise ValueError(f"pairs are of two shares that finish their rows: got {splits} and {epilogue.kind!r}")
     values, sums = _meeting(tokens * blocks, q.device) if paired else (q, q)
     assert not paired or 2 * tokens * blocks <= sms, "a share that waits for another has no other job"
     release = tuning_data.RELEASE_FIRST
     if epilogue.kind == "partial":
-        release = tuning_data.hopper_merging(tokens * heads, splits).release
+        release = tuning_data.hopper_merging(tokens * heads, splits, pages=paged).release
     parts = [(epilogue, 0, whole, splits, WAIT_FIRST if pdl else 0, release)]
     if tail is not None:
         shares, count = tail.out.shape[:2]
@@ -233,6 +236,7 @@ def launch_gathered(
     extra_indices: Tensor | None = None,
     extra_lengths: Tensor | None = None,
     splits: int = 1,
+    paired: bool = False,
     tail: Epilogue | None = None,
     token0: int = 0,
     pdl: bool = False,
@@ -259,6 +263,7 @@ def launch_gathered(
         token0=token0,
         tokens=indices.shape[0],
         splits=splits,
+        paired=paired,
         tail=tail,
         pdl=pdl,
         tuning=tuning,
@@ -285,6 +290,7 @@ def launch_paged(
     extra_lengths: Tensor | None = None,
     extra_page_size: int = 1,
     splits: int = 1,
+    paired: bool = False,
     tail: Epilogue | None = None,
     tuning: dict[str, int] | None = None,
 ) -> None:
@@ -303,6 +309,7 @@ def launch_paged(
         extra_kv=extra_pages,
         tokens=indices.shape[0],
         splits=splits,
+        paired=paired,
         tail=tail,
         page_sizes=(page_size, extra_page_size if extra_pages is not None else page_size),
         tuning=tuning,
@@ -320,6 +327,7 @@ def launch_dense(
     causal: bool = False,
     window: int = 0,
     splits: int = 1,
+    paired: bool = False,
     tail: Epilogue | None = None,
     tuning: dict[str, int] | None = None,
 ) -> None:
@@ -341,6 +349,7 @@ def launch_dense(
             lists=None,
             tokens=total,
             splits=splits,
+            paired=paired,
             tail=tail,
             causal=causal,
             window=window,
@@ -381,6 +390,7 @@ def launch_dense(
             token0=token0,
             tokens=tokens,
             splits=splits,
+            paired=paired,
             tail=tail,
             tuning=tuning,
         )

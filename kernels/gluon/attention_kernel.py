@@ -33,7 +33,7 @@ from .attention_epilogue import Output
 from .attention_pages import Pages, pages_producer
 from .attention_pairs import finish_job
 from .attention_rows import producer
-from .attention_shared import RELEASE_FIRST, RELEASE_LAST, WAIT_FIRST, WAIT_LAST, allocate_shared
+from .attention_shared import RELEASE_FIRST, RELEASE_LAST, RELEASE_LOADED, WAIT_FIRST, WAIT_LAST, allocate_shared
 from .hopper import (
     COLUMNS,
     EPILOGUE_PARTIAL,
@@ -295,6 +295,8 @@ def consumer_right(sh, keys, jobs, output, meeting, scale, release):
             parity = (done + j) & 1
             last = j + 1 == pairs
             mbarrier.wait(sh.q_full, turn & 1)
+            if release == RELEASE_LOADED:  # more than once does no harm
+                gdc_launch_dependents()
             mbarrier.wait(sh.turn, parity)
             if last & odd:
                 m, l, oa, ob = right_first(sh, j, parity, m, l, oa, ob)

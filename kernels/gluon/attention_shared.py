@@ -18,6 +18,7 @@ WAIT_FIRST = gl.constexpr(1)
 WAIT_LAST = gl.constexpr(2)
 RELEASE_FIRST = gl.constexpr(1)
 RELEASE_LAST = gl.constexpr(2)
+RELEASE_LOADED = gl.constexpr(3)
 
 
 @aggregate

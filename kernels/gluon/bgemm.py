@@ -55,6 +55,7 @@ def launch(
     *,
     form: Form | None = None,
     pdl: bool = True,
+    weight_ready: bool = False,
     tuning: dict[str, int] | None = None,
 ) -> None:
     """out[t, g, r] = sum over k of (codes * scales)[g, t, k] * (weight * weight_scales)[g, r, k].
@@ -62,7 +63,8 @@ def launch(
     codes [G, T, K] and weight [G, R, K] float8_e4m3fn; scales fp32 [G, K/128, M] or int32 [G, K/512, M] (four exponent
     bytes per word, lowest block in the low byte), M >= T a multiple of 4; weight_scales [G, R/128, K/128] fp32,
     float8_e8m0fnu or uint8 exponents; out [T, G, R] contiguous, 16-bit. T must be positive. pdl: start while the kernel
-    before finishes, and wait for it before any operand is read; let a kernel behind start likewise.
+    before finishes, and wait for it before any operand is read; let a kernel behind start likewise. weight_ready:
+    as the mode of that name; with pdl, some of the weight is then loaded before the wait.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -72,6 +74,7 @@ def launch(
 
     groups, tokens, width = codes.shape
     rows = weight.shape[1]
+    copied = not weight.is_contiguous()  # by the kernel in front
     codes, scales, weight, weight_scales = (x.contiguous() for x in (codes, scales, weight, weight_scales))
     sms = torch.cuda.get_device_properties(codes.device).multi_processor_count
     form = form or hopper_form(tokens, groups * rows, sms)
@@ -88,7 +91,9 @@ def launch(
         TensorDescriptor.from_tensor(scales.view(-1), [max(form.tokens, 32)], flat_layout),
         weight_scales.view(torch.uint8) if byte_weights else weight_scales,
     )
-    sizes = (count, tokens, blocks_t, scales.shape[-1])
+    prefetch = form.prefetch if pdl and blocks_t == 1 else 0
+    early = min(form.early, (width - prefetch) // (128 * form.blocks)) if pdl and weight_ready and not copied else 0
+    sizes = (count, tokens, blocks_t, scales.shape[-1], early)
     options = {
         "ROW_TILES": row_tiles,
         "K_BLOCKS": width // 128,
@@ -118,6 +123,6 @@ def launch(
         BLOCKS=form.blocks,
         SWAP=form.swap,
         LET_IN=pdl and blocks_t == 1,  # two tiles of tokens were 2 us slower so, three and more do not gain
-        PREFETCH=form.prefetch if pdl and blocks_t == 1 else 0,
+        PREFETCH=prefetch,
         **options,
     )

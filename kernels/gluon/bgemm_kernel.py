@@ -19,9 +19,10 @@ The loop over K is not unrolled and reads stages by a running index: the loops o
 instruction cache. BLOCKS blocks of K make one stage where tiles are small, so that a step's latency is shared.
 
 For few tokens the product is a stream of weights, and memory is idle while the small kernel before it runs. Few
-registers let a CTA start beside that kernel's, and before it waits for it, it asks for the first PREFETCH bytes of its
-weight rows to be brought into the L2 cache. That reads nothing: whoever writes the weight until then writes to that
-same cache, and the loads proper come after the wait.
+registers let a CTA start beside that kernel's, and before it waits for it, it asks for PREFETCH bytes of its weight
+rows to be brought into the L2 cache. That reads nothing: whoever writes the weight until then writes to that same
+cache, and the loads proper come after the wait. Where the caller vouches for the weight (`early`), that of the ring's
+first stages is loaded before the wait, and what is prefetched lies behind it.
 """
 
 from triton.experimental import gluon
@@ -174,13 +175,14 @@ def write_half(x, staging, out, offset, row0, inside, WIDE: gl.constexpr):
 @gluon.jit
 def consumer(
     ring, staging, tiles, scales, out, weight, WHICH: gl.constexpr, SWAP: gl.constexpr, GROUPS: gl.constexpr,
-    PDL: gl.constexpr, PREFETCH: gl.constexpr,
+    early, PDL: gl.constexpr, PREFETCH: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup WHICH of two: its share of every tile."""
     if PDL:
         if PREFETCH > 0 and WHICH == 1:  # not in the producer, whose first copies are urgent
             row0 = gl.program_id(0) * tiles.WEIGHT_ROWS  # of the CTA's first tile, where the tokens are one tile
-            prefetch_rows(weight, row0, tiles.K_BLOCKS * BLOCK, tiles.WEIGHT_ROWS, PREFETCH)
+            behind = weight + early * tiles.BLOCKS * BLOCK
+            prefetch_rows(behind, row0, tiles.K_BLOCKS * BLOCK, tiles.WEIGHT_ROWS, PREFETCH)
         gdc_wait()
     N: gl.constexpr = tiles.TOKENS if SWAP else (64 if tiles.TOKENS == 64 else 128)
     HALVES: gl.constexpr = 2 if tiles.TOKENS == 256 else 1
@@ -250,13 +252,28 @@ def consumer(
 
 
 @gluon.jit
-def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constexpr, PDL: gl.constexpr):
+def load_early(w_rows, ring, tiles, early, STAGE_BYTES: gl.constexpr):
+    """Load the weight of the CTA's first `early` stages, and announce to their barriers all that will come."""
+    group, first, row_tile = tiles.place(gl.program_id(0))
+    w_row = (group * tiles.ROW_TILES + row_tile) * tiles.WEIGHT_ROWS
+    for stage in range(0, early):
+        full = ring.full.index(stage)
+        mbarrier.expect(full, STAGE_BYTES)
+        for b in gl.static_range(tiles.BLOCKS):
+            slot = stage * tiles.BLOCKS + b
+            tma.async_copy_global_to_shared(w_rows, [w_row, slot * BLOCK], full, ring.w.index(slot))
+
+
+@gluon.jit
+def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, early, PACKED: gl.constexpr, PDL: gl.constexpr):
     """Stream both operands' blocks and the token scales through the ring."""
     scale_bytes: gl.constexpr = 4 * ring.scales.shape[1]
     size: gl.constexpr = tiles.BLOCKS * ((tiles.TOKENS + tiles.WEIGHT_ROWS) * BLOCK + scale_bytes)
     stage = gl.program_id(0) * 0
     phase = stage
+    loaded = early  # stages whose weight is on its way
     if PDL:
+        load_early(w_rows, ring, tiles, early, size)
         gdc_wait()
     for tile in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         group, first, row_tile = tiles.place(tile)
@@ -264,11 +281,14 @@ def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constex
         for k in range(0, tiles.K_BLOCKS, tiles.BLOCKS):
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)
             full = ring.full.index(stage)
-            mbarrier.expect(full, size)
+            due = loaded <= 0
+            loaded -= 1
+            mbarrier.expect(full, size, pred=due)
             for b in gl.static_range(tiles.BLOCKS):
                 slot = stage * tiles.BLOCKS + b
                 block = k + b
-                tma.async_copy_global_to_shared(w_rows, [w_row, block * BLOCK], full, ring.w.index(slot))
+                weight_row = [w_row, block * BLOCK]
+                tma.async_copy_global_to_shared(w_rows, weight_row, full, ring.w.index(slot), pred=due)
                 x_row = group * tiles.tokens + first
                 tma.async_copy_global_to_shared(x_rows, [x_row, block * BLOCK], full, ring.x.index(slot))
                 if PACKED:
@@ -279,9 +299,9 @@ def producer(x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED: gl.constex
             stage, phase = tiles.following(stage, phase)
 
 
-@gluon.jit(do_not_specialize=["tiles_count", "tokens", "blocks_t", "padded"])
+@gluon.jit(do_not_specialize=["tiles_count", "tokens", "blocks_t", "padded", "early"])
 def bgemm_kernel(
-    x_rows, w_rows, scale_rows, w_scales, weight, out, tiles_count, tokens, blocks_t, padded,
+    x_rows, w_rows, scale_rows, w_scales, weight, out, tiles_count, tokens, blocks_t, padded, early,
     GROUPS: gl.constexpr, ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, TOKENS: gl.constexpr,
     WEIGHT_ROWS: gl.constexpr, STAGES: gl.constexpr, BLOCKS: gl.constexpr, SWAP: gl.constexpr,
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr,
@@ -290,7 +310,7 @@ def bgemm_kernel(
     """x_rows: descriptor of [G*T, K]; w_rows: of [G*R, K], `weight`; scale_rows: of all token scales, flat.
 
     See `launch`. LET_IN: have a dependent kernel launched early. PREFETCH: bytes of each weight row. Both only where
-    there is one tile of tokens.
+    there is one tile of tokens. early: stages whose weight is loaded before the wait for the kernel in front.
     """
     if LET_IN:
         gdc_launch_dependents()
@@ -318,9 +338,9 @@ def bgemm_kernel(
     ring = Ring(x, w, raw, full, empty, sums, allocate_barrier(1), allocate_barrier(1))
     gl.warp_specialize(
         [
-            (consumer, (ring, staging0, tiles, scales, out, weight, 0, SWAP, GROUPS, PDL, PREFETCH)),
-            (consumer, (ring, staging1, tiles, scales, out, weight, 1, SWAP, GROUPS, PDL, PREFETCH)),
-            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
+            (consumer, (ring, staging0, tiles, scales, out, weight, 0, SWAP, GROUPS, early, PDL, PREFETCH)),
+            (consumer, (ring, staging1, tiles, scales, out, weight, 1, SWAP, GROUPS, early, PDL, PREFETCH)),
+            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, early, PACKED_X, PDL)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

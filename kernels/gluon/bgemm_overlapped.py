@@ -112,9 +112,9 @@ def consumer(ring, staging, tiles, scales, out, WHICH: gl.constexpr, UNROLL: gl.
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles_count", "tokens", "blocks_t", "padded"])
+@gluon.jit(do_not_specialize=["tiles_count", "tokens", "blocks_t", "padded", "early"])
 def overlapped_bgemm_kernel(
-    x_rows, w_rows, scale_rows, w_scales, out, tiles_count, tokens, blocks_t, padded,
+    x_rows, w_rows, scale_rows, w_scales, out, tiles_count, tokens, blocks_t, padded, early,
     ROW_TILES: gl.constexpr, K_BLOCKS: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
     PACKED_X: gl.constexpr, BYTES_W: gl.constexpr, PDL: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -139,7 +139,7 @@ def overlapped_bgemm_kernel(
         [
             (consumer, (ring, staging0, tiles, scales, out, 0, UNROLL, PDL)),
             (consumer, (ring, staging1, tiles, scales, out, 1, UNROLL, PDL)),
-            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, PACKED_X, PDL)),
+            (producer, (x_rows, w_rows, scale_rows, ring, tiles, padded, early, PACKED_X, PDL)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -79,16 +79,17 @@ def _sm_count(device: torch.device) -> int:
 
 
 def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch, device, **forms: bool) -> None:
-    """Run `launch(epilogue, sink, splits, tail)`, its keys shared out as the plan says. forms: see attention.plan; cut:
-    `launch` is one over all tokens, which can compute its last tokens apart.
+    """Run `launch(epilogue, sink, splits=, paired=, tail=)` (by default one share of every token), its keys shared out
+    as the plan says. forms: see attention.plan; cut: `launch` is one over all tokens, which can compute its last tokens
+    apart.
     """
     # A batch-invariant call is not split: the number of splits depends on the number of tokens.
     chosen = None if current().batch_invariant else attention.plan(tokens, heads, keys, _sm_count(device), **forms)
     if chosen is None or not chosen.cut:
-        launch(epilogue, sink, 1, None)
+        launch(epilogue, sink)
         return
     if chosen.paired:
-        launch(epilogue, sink, chosen.splits, None)
+        launch(epilogue, sink, splits=chosen.splits, paired=True)
         return
     sink = None if sink is None else sink.contiguous()
     # Allocated before anything is launched: the launch that writes it does not wait for the one before.
@@ -96,9 +97,9 @@ def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch
     lse = torch.empty(chosen.splits, chosen.cut, heads, dtype=torch.float32, device=device)
     shares = Epilogue("partial", partials, lse=lse)
     if chosen.cut == tokens:
-        launch(shares, None, chosen.splits, None)
+        launch(shares, None, splits=chosen.splits)
     else:
-        launch(epilogue, sink, 1, shares)
+        launch(epilogue, sink, tail=shares)
     _merge(epilogue, partials, lse, sink, tokens - chosen.cut)
 
 
@@ -106,7 +107,7 @@ def _attend(epilogue: Epilogue, tokens: int, heads: int, keys: int, sink, launch
 def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_indices, extra_lengths) -> None:
     keys = indices.shape[1] + (0 if extra_indices is None else extra_indices.shape[1])
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int, tail: Epilogue | None) -> None:
+    def launch(to: Epilogue, sink: Tensor | None, **how) -> None:
         attention.launch_gathered(
             q,
             kv,
@@ -118,8 +119,7 @@ def _gathered(epilogue, q, kv, indices, sink, scale, lengths, extra_kv, extra_in
             extra_kv=extra_kv,
             extra_indices=extra_indices,
             extra_lengths=extra_lengths,
-            splits=splits,
-            tail=tail,
+            **how,
         )
 
     _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device)
@@ -184,7 +184,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
 
     aligned = attention.pages_aligned(data) and (extra is None or attention.pages_aligned(extra))
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int, tail: Epilogue | None) -> None:
+    def launch(to: Epilogue, sink: Tensor | None, **how) -> None:
         if aligned:
             attention.launch_paged(
                 q,
@@ -199,8 +199,7 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
                 extra_indices=extra_indices,
                 extra_lengths=extra_lengths,
                 extra_page_size=extra_page_size,
-                splits=splits,
-                tail=tail,
+                **how,
             )
             return
         from ..triton.paged import decoded_chunks
@@ -209,9 +208,9 @@ def _paged(epilogue, q, pages, indices, sink, scale, page_size, *pools) -> None:
             q, pages, page_size, indices, lengths, extra_pages, extra_indices, extra_lengths, extra_page_size
         )
         for token0, _, rows, lists in chunks:
-            attention.launch_gathered(q, rows, lists, sink, scale, to, splits=splits, token0=token0, pdl=True)
+            attention.launch_gathered(q, rows, lists, sink, scale, to, token0=token0, pdl=True, **how)
 
-    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=aligned, pair=not aligned)
+    _attend(epilogue, q.shape[0], q.shape[1], keys, sink, launch, q.device, cut=aligned, pages=aligned)
 
 
 def _refuses_paged(q, pages, indices, sink, scale, page_size, *pools):
@@ -248,8 +247,8 @@ def _dense(epilogue, q, kv, mask, sink, scale, causal, window) -> None:
     if mask is None and causal and window > 0:
         keys = min(keys, window)
 
-    def launch(to: Epilogue, sink: Tensor | None, splits: int, tail: Epilogue | None) -> None:
-        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, splits=splits, tail=tail)
+    def launch(to: Epilogue, sink: Tensor | None, **how) -> None:
+        attention.launch_dense(q, kv, mask, sink, scale, to, causal=causal, window=window, **how)
 
     _attend(epilogue, batch * queries, heads, keys, sink, launch, q.device, cut=mask is None)
 
@@ -310,7 +309,7 @@ def _refuses_bgemm(codes, scales, weight, weight_scales, block, weight_block, ou
 
 
 def _launch_bgemm(outs, codes, scales, weight, weight_scales, block, weight_block, out_dtype):
-    bgemm.launch(codes, scales, weight, weight_scales, outs[0])
+    bgemm.launch(codes, scales, weight, weight_scales, outs[0], weight_ready=current().weight_ready)
 
 
 _register("fp8_bgemm", _refuses_bgemm, _launch_bgemm)

@@ -4,7 +4,8 @@
 Shapes: codes [G, T, K] float8_e4m3fn (any strides); scales in either form of the quantising ops: fp32
 [G, K/block, M] or packed int32 [G, K/(4*block), M], M = T rounded up to 4; weight [G, R, K] float8_e4m3fn;
 weight_scales [G, ceil(R/weight_block), K/weight_block] fp32, float8_e8m0fnu, or its exponent bytes as uint8.
-Result [T, G, R] in ``out_dtype``, accumulated in fp32.
+Result [T, G, R] in ``out_dtype``, accumulated in fp32. Mode ``weight_ready``: see :mod:`..modes`; a Hopper kernel may
+read the weight before the kernel in front of it on the stream has finished.
 """
 
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor
 
 from .. import reference
 from . import checks
-from .attention import MODES
 from .registry import OpSpec, register
 
 OP = "fp8_bgemm"
+MODES = ("batch_invariant", "weight_ready")
 WEIGHT_SCALES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
 
 

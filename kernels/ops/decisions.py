@@ -97,7 +97,7 @@ _SWITCH_KEY: Any = os.environ.encodekey(SWITCH) if hasattr(os.environ, "encodeke
 def signature(op: str, args: tuple[Any, ...], how: Modes) -> tuple[tuple[Any, ...] | None, list[int]]:
     """(everything that validity and launches depend on, the addresses of the tensors among ``args``). None as the
     first where it cannot be told."""
-    parts: list[Any] = [op, how.batch_invariant, how.check_inputs]
+    parts: list[Any] = [op, how.batch_invariant, how.check_inputs, how.weight_ready]
     if op == SWITCHED:
         parts.append(_switch())
     addresses: list[int] = []

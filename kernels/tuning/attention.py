@@ -89,26 +89,47 @@ class Plan:
     paired: bool = False
 
 
-# Hopper, microseconds, all from measured chains on an H200.
-TILE_US = 1.75  # of a share: one tile of 64 keys
-# Of one share more in the merge behind the attention, by tokens x heads; in proportion above the last. That 64 rows
-# cost more than 128 is no misprint: 5 shares were 2.6 us faster than 10 there.
-SHARE_US = ((64, 0.87), (128, 0.16), (256, 0.3), (512, 0.25))
-SHARE_US_PER_ROW = 0.25 / 240
-# Of two shares that finish their rows themselves. Not over FP8 pages: 2 us slower there than a merge behind the kernel,
-# where 1 to 2.5 us faster over bf16 rows (H200).
-PAIR_US = 4.0
-# Of a last wave that is cut, beside its shares: two launches more. It separates what was faster cut (2 to 16 rows of 18
-# tiles: by 11 to 13 us; 28 rows: by 5) from what was slower (60 rows: by 2; 8 rows of 10 tiles: by up to 1).
-TAIL_US = 13.5
+@dataclass(frozen=True)
+class Costs:
+    """Microseconds of a split Hopper attention, but for what is the same for every number of shares.
+
+    shares: of a share of 1, 2, .. tiles of 64 keys; tile: of each one more. Tiles are worked on two at a time, so an
+    odd one costs nearly as much as two. merge: (up to so many rows = tokens x heads, of one share more in the merge
+    behind). tail: of a last wave that is cut, beside its shares: two launches more, and company for the other waves.
+    """
+
+    shares: tuple[float, ...]
+    tile: float
+    merge: tuple[tuple[int, float], ...]
+    tail: float
+
+    def share(self, tiles: int) -> float:
+        """Of a share of ``tiles`` tiles."""
+        known = min(tiles, len(self.shares))
+        return self.shares[known - 1] + (tiles - known) * self.tile
+
+    def merging(self, rows: int) -> float:
+        """Of one share more in the merge of ``rows`` rows."""
+        return next((us for limit, us in self.merge if rows <= limit), rows * MERGE_US_PER_ROW)
 
 
-def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = True, pair: bool = True) -> Plan:
+# Fitted to chains of 1 to 40 tokens, 18 and 10 tiles, each cut into every number of shares (H200): the plan that they
+# give is nowhere more than 0.8 us slower than the best of these. A last wave of 1 to 20 tokens of 128 heads was 5 to 14
+# us faster cut (pages: 4 to 15), one of 30 tokens 2 us slower (6), one of 2 to 32 tokens of 64 heads never faster.
+ROWS_US = Costs((2.8, 3.5, 6.6, 7.1, 9.2, 10.5), 1.75, ((128, 0.02), (256, 0.1), (512, 0.2)), 13.5)
+PAGES_US = Costs((2.9, 4.1, 7.6, 8.1, 11.3, 12.5), 2.1, ((128, 0.02), (384, 0.1), (512, 0.25)), 19.0)
+MERGE_US_PER_ROW = 0.0005
+# Of two shares that finish their rows themselves, over bf16 rows. Over FP8 pages a merge behind the kernel is faster.
+PAIR_US = 1.2
+
+
+def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = True, pages: bool = False) -> Plan:
     """How rows (tokens x blocks of 64 heads) with ``tiles`` tiles of keys each share the multiprocessors; no share is
     empty.
 
     Up to one wave: the keys of all tokens are cut into the number of shares that is expected to be fastest. More: those
-    of the tokens of the last wave are, if `cut` allows it and that is expected to be faster than a wave.
+    of the tokens of the last wave are, if `cut` allows it and that is expected to be faster than a wave. pages: the
+    keys are rows of an FP8 cache.
     """
     blocks = -(-heads // 64)
     waves, left = divmod(tokens * blocks, sm_count)
@@ -116,23 +137,23 @@ def hopper_plan(tokens: int, heads: int, tiles: int, sm_count: int, cut: bool = 
     if not last or (waves and not cut):
         return Plan(0, 1)
     rows = last * heads
-    per_share = next((us for limit, us in SHARE_US if rows <= limit), rows * SHARE_US_PER_ROW)
-    more = TAIL_US if waves else 0.0
+    us = PAGES_US if pages else ROWS_US
+    more = us.tail if waves else 0.0
 
     def cost(splits: int) -> float:
-        return -(-tiles // splits) * TILE_US + (splits * per_share + more if splits > 1 else 0.0)
+        return us.share(-(-tiles // splits)) + (splits * us.merging(rows) + more if splits > 1 else 0.0)
 
     most = max(1, min(tiles, sm_count // (last * blocks)))
     splits = min(range(1, most + 1), key=cost)
-    if pair and not waves and most > 1 and -(-tiles // 2) * TILE_US + PAIR_US < cost(splits):
+    if not pages and not waves and most > 1 and us.share(-(-tiles // 2)) + PAIR_US < cost(splits):
         return Plan(tokens, 2, paired=True)
     splits = -(-tiles // -(-tiles // splits))
     return Plan(last, splits) if splits > 1 else Plan(0, 1)
 
 
-# Hopper: when the kernel behind the attention may be launched: at its start; when every CTA has multiplied its last
-# tile; at its end.
-RELEASE_FIRST, RELEASE_LAST, RELEASE_NEVER = 1, 2, 0
+# Hopper: when the kernel behind the attention may be launched: at its start; when every CTA has loaded its queries, its
+# first keys being on their way; when every CTA has multiplied its last tile; at its end.
+RELEASE_FIRST, RELEASE_LOADED, RELEASE_LAST, RELEASE_NEVER = 1, 3, 2, 0
 
 
 @dataclass(frozen=True)
@@ -146,23 +167,30 @@ class Merging:
 
 # (up to so many rows = tokens x heads, at most so many shares, how), measured on an H200 at 64, 128, 256, 512, 1,024,
 # 2,048 and 4,096 rows (between 2,113 and 3,071 as before, not measured); nothing else: _SEPARATE. A merge that waits
-# beside the attention fills the multiprocessors that are free early, unevenly, so it is let in late unless it is tiny
-# or its programs take a multiprocessor each (32 warps).
+# beside the attention fills the multiprocessors that are free early, unevenly, so it is let in late unless there are
+# few rows (EARLY) or its programs take a multiprocessor each (32 warps).
 MERGING = (
-    (128, 18, Merging((1, 4), RELEASE_LAST)),
-    (511, MAX_SPLITS, Merging(None, RELEASE_LAST)),
+    (128, 18, Merging((1, 4), RELEASE_NEVER)),
     (2047, MAX_SPLITS, Merging(None, RELEASE_NEVER)),
     (2112, 4, Merging((16, 32), RELEASE_LAST)),
     (3071, 4, Merging((4, 4), RELEASE_NEVER)),
     (4224, 4, Merging((32, 32), RELEASE_LAST)),
 )
 _SEPARATE = Merging(None, RELEASE_NEVER)
+# Few rows: the merge is let in before the attention ends, and lets in the product, whose first weights are then loaded
+# beside the attention: 1 to 2.5 us of a chain over bf16 rows, up to 1 over FP8 pages, whose producers take longer and
+# lose more by the company. (up to so many rows, when)
+EARLY = ((64, RELEASE_LOADED), (256, RELEASE_FIRST), (896, RELEASE_LOADED))
+EARLY_PAGES = ((64, RELEASE_LAST), (128, RELEASE_FIRST), (896, RELEASE_LAST))
 # A last wave's shares: the merge of fewer rows may wait on multiprocessors that the other launch has left; that of more
 # was 1 to 4 us slower then.
 TAIL_EARLY = 512
 
 
-def hopper_merging(rows: int, splits: int, tail: bool = False) -> Merging:
-    """How ``splits`` shares of ``rows`` (tokens x heads) are merged. tail: rows of a last wave."""
+def hopper_merging(rows: int, splits: int, tail: bool = False, pages: bool = False) -> Merging:
+    """How ``splits`` shares of ``rows`` (tokens x heads) are merged. tail: rows of a last wave; pages: keys in FP8."""
     how = next((how for limit, most, how in MERGING if rows <= limit and splits <= most), _SEPARATE)
-    return replace(how, release=RELEASE_FIRST if rows < TAIL_EARLY else RELEASE_NEVER) if tail else how
+    if tail:
+        return replace(how, release=RELEASE_FIRST if rows < TAIL_EARLY else RELEASE_NEVER)
+    early = next((when for limit, when in (EARLY_PAGES if pages else EARLY) if rows <= limit), how.release)
+    return replace(how, release=early)

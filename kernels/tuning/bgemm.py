@@ -9,7 +9,7 @@ chosen by what fits and have not been run. Token counts inside one row share com
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Form:
     16 KiB more (`overlapped`: 32 KiB), of 227 KiB. Tiles of 64 weight rows take at most 64 tokens and an even `blocks`.
     `overlapped`: the kernel of bgemm_overlapped.py, tiles of 128 x 128 with one block per stage only. `prefetch`: bytes
     of each row of a CTA's first tile (at most 512) that go into the L2 cache while the kernel before still runs.
+    `early`: stages (at most `stages`) whose weight is loaded then, where it is known to be ready.
     """
 
     tokens: int
@@ -115,21 +116,27 @@ class Form:
     swap: bool = False
     overlapped: bool = False
     prefetch: int = 0
+    early: int = 0
 
 
 # Few tokens: the weight's stream is the limit. (tokens up to, wide form, form for at most NARROW_ROWS weight rows) Not
-# the deepest rings that fit: from 32 tokens on 0.4 to 0.7 us were lost with one stage more.
+# the deepest rings that fit: from 32 tokens on 0.4 to 0.7 us were lost with one stage more. Nor is all of a ring loaded
+# early where the kernel in front is soon done: the activations would queue behind it.
+_SIXTEEN = Form(16, 128, 4, 2, swap=True, prefetch=512, early=2)
+_SIXTEEN_ALL_EARLY = replace(_SIXTEEN, early=4)
+_THIRTY_TWO = Form(32, 128, 3, 2, swap=True, prefetch=512, early=2)
 HOPPER_STREAMING: list[tuple[int, Form, Form]] = [
-    (16, Form(16, 128, 4, 2, swap=True, prefetch=512), Form(16, 128, 4, 2, swap=True, prefetch=512)),
-    (32, Form(32, 128, 3, 2, swap=True, prefetch=512), Form(32, 128, 3, 2, swap=True, prefetch=512)),
-    (64, Form(64, 128, 3, 2), Form(64, 64, 4, 2)),
-    (128, Form(128, 128, 5, 1), Form(64, 128, 3, 2)),
+    (4, _SIXTEEN_ALL_EARLY, _SIXTEEN_ALL_EARLY),
+    (16, _SIXTEEN, _SIXTEEN),
+    (32, _THIRTY_TWO, _THIRTY_TWO),
+    (64, Form(64, 128, 3, 2, early=2), Form(64, 64, 4, 2, early=2)),
+    (128, Form(128, 128, 5, 1, early=5), Form(64, 128, 3, 2, early=2)),
 ]
 # More tokens: microseconds before the first wave of tiles and per wave, at K = 4096 on an H200.
 HOPPER_WAVES: list[tuple[Form, float, float]] = [
-    (Form(64, 128, 4, 2), 0.0, 12.5),
-    (Form(128, 128, 5, 1, overlapped=True), 4.5, 13.6),
-    (Form(256, 128, 4, 1), 2.0, 29.0),
+    (Form(64, 128, 4, 2, early=2), 0.0, 12.5),
+    (Form(128, 128, 5, 1, overlapped=True, early=5), 4.5, 13.6),
+    (Form(256, 128, 4, 1, early=4), 2.0, 29.0),
 ]
 # Fewest tokens at which DeepGEMM is used where it is installed and asked for (gluon/deepgemm.py).
 DEEPGEMM_TOKENS = 192

@@ -158,4 +158,4 @@ def test_ops_that_read_lists_have_the_mode():
     has = {name for name, spec in SPECS.items() if "check_inputs" in spec.modes}
     assert has == {*GATHERED, *PAGED}
     assert all((spec.check_values is not None) == (name in has) for name, spec in SPECS.items())
-    assert set(modes.Modes.__dataclass_fields__) == {"batch_invariant", "check_inputs"}
+    assert set(modes.Modes.__dataclass_fields__) == {"batch_invariant", "check_inputs", "weight_ready"}

@@ -150,6 +150,7 @@ def bgemm_source(name: str):
         "tokens": "i32",
         "blocks_t": "i32",
         "padded": "i32",
+        "early": "i32",
     }
     if form.overlapped:
         kernel = bgemm_overlapped.overlapped_bgemm_kernel

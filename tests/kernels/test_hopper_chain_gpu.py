@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernels of the chain do to each other's memory on an sm_90 GPU: merged partials that are discarded from the
-L2 cache, and a weight that is brought there while the kernel before still runs."""
+L2 cache, and a weight that is brought there, or read, while the kernel before still runs."""
 
 import pytest
 import torch
@@ -91,3 +91,65 @@ def test_weight_written_just_before(tokens):
         graph.replay()
         assert torch.equal(got[0], want[last]) and torch.equal(got[1], want[which])
         last = which
+
+
+@pytest.mark.parametrize(("tokens", "heads"), [
+    (1, 128), (3, 128), (5, 128), (16, 128), (32, 128), (64, 128), (127, 128), (300, 128), (4097, 128),
+    (1, 64), (8, 64), (64, 64), (200, 64),
+])  # fmt: skip
+def test_weight_ready(tokens, heads):
+    """A product that reads its weight early has the bits of one that waits, behind attention over rows and over pages,
+    with weights in turn, and with a weight that the layer before has written."""
+    from test_hopper_gpu import paged_pools
+
+    ops, groups = torch.ops.fusion_pass, heads // 8
+    first, second, rope = two_pools(tokens, heads)
+    more = dict(zip(("lengths", "extra_kv", "extra_indices", "extra_lengths"), second))
+    m = Maker("cuda", torch.bfloat16)
+    q, sink, tables, ((a, i, n, size), (b, j, k, other)), _ = paged_pools(m, tokens, heads, (64, 2), (64, 48))
+    paged = dict(zip(("lengths", "extra_pages", "extra_indices", "extra_lengths"), (n, b, j, k)))
+    attentions = (
+        lambda: ops.attention_gathered_rope_quant(*first, *rope, SCALE, groups, **more),
+        lambda: ops.attention_paged_fp8_rope_quant(
+            q, a, i, sink, *tables, SCALE, groups, size, **paged, extra_page_size=other
+        ),
+    )
+    weights = [Maker("cuda", seed=s).bgemm(groups, 1, 1024, 4096)[2:] for s in (1, 2, 3)]
+    changing = torch.empty_like(weights[0][0])
+
+    def layers(ready):
+        outs = []
+        for attention in attentions:
+            for weight, scales in weights:
+                outs.append(ops.fp8_bgemm(*attention(), weight, scales, weight_ready=ready))
+        changing.copy_(weights[1][0])  # in front of the attention, which waits for it
+        outs.append(ops.fp8_bgemm(*attentions[0](), changing, weights[1][1], weight_ready=ready))
+        return outs
+
+    want = layers(False)
+    for _ in range(3):
+        changing.view(torch.uint8).fill_(0x7F)
+        for got, expected in zip(layers(True), want, strict=True):
+            assert torch.equal(got, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = layers(True)
+    for _ in range(10):
+        changing.view(torch.uint8).fill_(0x7F)
+        for out in results:
+            out.fill_(float("nan"))
+        stream_through_the_cache()
+        graph.replay()
+        for got, expected in zip(results, want, strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 200])
+def test_a_copied_weight_is_not_ready(tokens):
+    """A weight in another layout is copied by the kernel in front of the product, whatever the caller says of it."""
+    codes, scales, weight, factors = Maker("cuda").bgemm(16, tokens, 1024, 4096)
+    turned = weight.mT.contiguous().mT
+    want = torch.ops.fusion_pass.fp8_bgemm(codes, scales, weight, factors)
+    for _ in range(20):
+        stream_through_the_cache()
+        assert torch.equal(torch.ops.fusion_pass.fp8_bgemm(codes, scales, turned, factors, weight_ready=True), want)

@@ -15,6 +15,8 @@ from fusion_pass.kernels.ops import SPECS  # noqa: E402
 from fusion_pass.kernels.tuning.attention import (  # noqa: E402
     MERGING,
     RELEASE_FIRST,
+    RELEASE_LAST,
+    RELEASE_LOADED,
     RELEASE_NEVER,
     Merging,
     Plan,
@@ -25,29 +27,30 @@ from fusion_pass.kernels.tuning.attention import (  # noqa: E402
 SMS = 132
 
 
+@pytest.mark.parametrize("pages", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128, 192])
-def test_plans(heads):
+def test_plans(heads, pages):
     """No share is empty, shares of a last wave fit into one wave and leave whole waves before them, and nothing else
     is cut."""
     blocks = -(-heads // 64)
     for tiles in (1, 2, 3, 10, 18, 33):
         for tokens in (*range(1, 301), 1024, 2048, 4096, 4097):
-            plan = hopper_plan(tokens, heads, tiles, SMS)
+            plan = hopper_plan(tokens, heads, tiles, SMS, pages=pages)
             rows = tokens * blocks
             assert 0 <= plan.cut <= tokens and 1 <= plan.splits <= tiles and (plan.cut > 0) == (plan.splits > 1)
             assert plan.cut * blocks * plan.splits <= SMS
             share = -(-tiles // plan.splits)
             assert (plan.splits - 1) * share < tiles, "a share without keys"
-            assert not plan.paired or (plan.cut == tokens and plan.splits == 2)
+            assert not plan.paired or (plan.cut == tokens and plan.splits == 2 and not pages)
             if rows > SMS and plan.cut:
                 whole = (tokens - plan.cut) * blocks
                 assert whole <= rows // SMS * SMS < whole + plan.cut * blocks
                 # what a call of these tokens alone takes, unless it finishes its rows itself
-                alone = hopper_plan(plan.cut, heads, tiles, SMS)
+                alone = hopper_plan(plan.cut, heads, tiles, SMS, pages=pages)
                 assert plan == alone or alone.paired
                 assert not plan.paired
             if rows > SMS:
-                assert hopper_plan(tokens, heads, tiles, SMS, False) == Plan(0, 1)
+                assert hopper_plan(tokens, heads, tiles, SMS, False, pages) == Plan(0, 1)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,9 @@ def test_tails(tokens, heads, tail):
 
 def test_pairs():
     """Two shares finish their rows themselves where rows half fill the GPU and may do so."""
-    for tokens, heads, keys in ((32, 128, 1152), (33, 128, 1152), (64, 64, 640), (32, 64, 640)):
+    for tokens, heads, keys in ((32, 128, 1152), (33, 128, 1152), (64, 64, 640), (40, 64, 640)):
         assert attention.plan(tokens, heads, keys, SMS) == Plan(tokens, 2, paired=True)
-        assert not attention.plan(tokens, heads, keys, SMS, pair=False).paired
+        assert not attention.plan(tokens, heads, keys, SMS, pages=True).paired
     assert not attention.plan(16, 128, 1152, SMS).paired
 
 
@@ -80,9 +83,15 @@ def test_merging():
             found = hopper_merging(rows, 2)
             wide = found.tiling is not None and found.tiling[1] == 32
             assert not wide or -(-rows // found.tiling[0]) <= SMS
-            assert found.release == RELEASE_NEVER or wide or rows < 512
-        assert hopper_merging(limit, most) == how
+            assert found.release == RELEASE_NEVER or wide or rows < 1024
+        found = hopper_merging(limit, most)
+        assert found.tiling == how.tiling and (found == how or limit <= 896)
     assert hopper_merging(1 << 20, 2) == hopper_merging(4096, 5) == Merging(None, RELEASE_NEVER)
+    for pages in (False, True):
+        assert hopper_merging(128, 18, pages=pages) == Merging((1, 4), RELEASE_FIRST)
+        assert hopper_merging(1024, 5, pages=pages).release == RELEASE_NEVER
+    assert hopper_merging(512, 9).release == RELEASE_LOADED
+    assert hopper_merging(512, 9, pages=True).release == RELEASE_LAST
     assert hopper_merging(256, 9, tail=True).release == RELEASE_FIRST
     assert hopper_merging(4096, 2, tail=True).release == RELEASE_NEVER
 
@@ -110,7 +119,8 @@ def played(calls, q, kv, indices, scale, second, whole):
         to.out.copy_(out)
         to.lse.copy_(lse)
 
-    def launch(to, sink, splits, tail):
+    def launch(to, sink, splits=1, paired=False, tail=None):
+        assert not paired
         calls.append((to.kind, splits, None if tail is None else tail.out.shape[:2]))
         if to.kind == "partial":
             partials(to, 0)
@@ -214,7 +224,7 @@ def test_pages_that_are_decoded_first_are_not_cut(monkeypatch, aligned):
     if not aligned:
         monkeypatch.setattr("fusion_pass.kernels.triton.paged.decoded_chunks", lambda *args: ())
     launchers._launch_paged((torch.empty_like(q),), q, pages, m.integers(0, 20, (3, 9)), None, 0.05, 8, *[None] * 4, 1)
-    assert asked == [{"cut": aligned, "pair": not aligned}]
+    assert asked == [{"cut": aligned, "pages": aligned}]
 
 
 @pytest.mark.parametrize("count", [2, 5, 7, 18])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fusion_pass.kernels.ops import SPECS
 from fusion_pass.kernels.ops import attention as attention_module
-from op_cases import DEVICES, Maker, every_op
+from op_cases import DEVICES, Maker, every_op, relative_error
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -181,7 +181,8 @@ def test_no_tokens(device, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_strides(device, case):
-    """Operands with odd strides give the result of their contiguous copies."""
+    """Operands with odd strides give the result of their contiguous copies: the same bits on a GPU. On a CPU the
+    reference's products come from a library, which may add in another order where strides are odd."""
     name, args, kwargs = every_op(Maker(device))[case]
     want = as_tuple(getattr(ops, name).default(*args, **kwargs))
 
@@ -196,7 +197,11 @@ def test_any_strides(device, case):
 
     args, kwargs = torch.utils._pytree.tree_map(spread, (args, kwargs))
     for w, g in zip(want, as_tuple(getattr(ops, name).default(*args, **kwargs))):
-        assert torch.equal(bits(g), bits(w))
+        if device.type == "cuda" or not w.is_floating_point():
+            assert torch.equal(bits(g), bits(w))
+        else:
+            rounded = w.dtype == torch.float8_e4m3fn
+            assert relative_error(g.double(), w.double()) < (1e-2 if rounded else 1e-6)
 
 
 def test_backward_is_refused():

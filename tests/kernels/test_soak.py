@@ -63,7 +63,7 @@ class Decode:
         else:
             codes, scales = ops.attention_paged_fp8_rope_quant(
                 q, self.cache, indices, self.sink, cos, sin, 512**-0.5, self.groups, 16, lengths=lengths)  # fmt: skip
-        return codes, scales, ops.fp8_bgemm(codes, scales, self.weight, self.factors)
+        return codes, scales, ops.fp8_bgemm(codes, scales, self.weight, self.factors, weight_ready=True)
 
     def captured(self):
         """(replay, results) of a graph over the static buffers; without a GPU, the call itself."""
