@@ -23,6 +23,7 @@ PREFILL = {"bf16": (2048, 8192), "fp8": (2048,)}
 DECODE_CONTEXT = 2048
 DECODE_BATCH = (1, 8)
 REPEATS = 5
+DECODE_ROUNDS = 25  # of one step each, variants in turn: the host's noise comes in bursts longer than five steps
 LAYERS = (
     "sliding_attention",
     "compressed_sparse_attention",
@@ -99,6 +100,9 @@ def prepare(case: Case, alone: Any) -> processes.Timing:
                 ms, peak = _timed(variants[row["variant"]], [next(inputs) for _ in range(REPEATS + 1)])
             row |= {"us": ms * 1e3, "ms": round(ms, 3), "peak_gib": round(peak, 2)}
             harness.free()
+        if phase == "decode":
+            for row, ms in zip(rows, _in_turn([variants[row["variant"]] for row in rows], inputs), strict=True):
+                row |= {"us": ms * 1e3, "ms": round(ms, 3)}
         return rows
 
     return time_it
@@ -140,13 +144,28 @@ def _timed(call: Callable[..., Any], arguments: list[dict[str, Any]]) -> tuple[f
     call(**arguments[0])
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for each in arguments[1:]:
-        start = time.perf_counter()
-        call(**each)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
+    times = [_milliseconds(call, each) for each in arguments[1:]]
     return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
+
+
+def _in_turn(calls: list[Callable[..., Any]], inputs: Iterator[dict[str, Any]]) -> list[float]:
+    """Median milliseconds of each call over ``DECODE_ROUNDS`` rounds, in each of which every call runs once."""
+    times: list[list[float]] = [[] for _ in calls]
+    with torch.no_grad():
+        for _ in range(DECODE_ROUNDS):
+            for call, samples in zip(calls, times, strict=True):
+                arguments = next(inputs)
+                torch.cuda.synchronize()
+                samples.append(_milliseconds(call, arguments))
+    return [statistics.median(samples) for samples in times]
+
+
+def _milliseconds(call: Callable[..., Any], arguments: dict[str, Any]) -> float:
+    """Of one call, from the host's start to the device's end."""
+    start = time.perf_counter()
+    call(**arguments)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3
 
 
 def _variants(model: torch.nn.Module) -> dict[str, Callable]:

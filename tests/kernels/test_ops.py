@@ -201,7 +201,8 @@ def test_any_strides(device, case):
             assert torch.equal(bits(g), bits(w))
         else:
             rounded = w.dtype == torch.float8_e4m3fn
-            assert relative_error(g.double(), w.double()) < (1e-2 if rounded else 1e-6)
+            g, w = (x.double().nan_to_num(posinf=1e300, neginf=-1e300) for x in (g, w))
+            assert relative_error(g, w) < (1e-2 if rounded else 1e-6)
 
 
 def test_backward_is_refused():
