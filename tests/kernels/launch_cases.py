@@ -66,6 +66,6 @@ def cases(tokens: int, seed: int, heads: int = 64, groups: int = 8, device: str 
     width = heads // groups * 512
     for packed, stored in ((False, "fp32"), (True, "e8m0")):
         operands = m.bgemm(groups, tokens, rank, width, packed=packed, stored=stored)
-        for modes in ({}, {"batch_invariant": True}):
+        for modes in ({}, {"batch_invariant": True}, {"weight_ready": True}):
             found.append(("fp8_bgemm", (*operands, 128, 128, torch.bfloat16), modes))
     return found

@@ -27,7 +27,8 @@ def test_our_launchers_are_recorded(tokens, heads, monkeypatch):
     for them itself. (Kernels are stand-ins; sizes are those of a GPU with 132 multiprocessors.)"""
     pytest.importorskip("triton")
     assert not dispatch.load_providers()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     notes, fake = [], FakeMachine()
     kernels: dict[str, FakeKernel] = {}
 

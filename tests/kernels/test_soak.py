@@ -132,6 +132,7 @@ def record(device, row):
 def test_counts_are_kept(tmp_path, monkeypatch):
     path, cpu = tmp_path / "soak.json", torch.device("cpu")
     row = {"form": "paged", "tokens": 1, "steps": 12, "different": 1}
+    monkeypatch.delenv("FUSION_PASS_SOAK_RECORD", raising=False)
     record(cpu, row)
     assert not path.exists(), "nobody asked for them"
     monkeypatch.setenv("FUSION_PASS_SOAK_RECORD", str(path))
