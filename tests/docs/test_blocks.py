@@ -75,6 +75,12 @@ def test_sentences_about_results(tool, tmp_path, monkeypatch):
     write("bgemm", [], kernels="0123abcd")
     write("rope_quant", [{"shape": "pro", "T": 64, "variant": "vLLM", "us": 3.0, "ratio": 0.9}])
     assert "1.25 to 1.50 times as long (bf16 keys) and 1.10 to 1.10" in tool.BLOCKS["how-fast"]()
+    assert "torch's own" not in tool.BLOCKS["how-fast"]()
+    slow = [("unfused", 1, 100), ("unfused", 8, 300), ("Inductor", 1, 40), ("Inductor", 8, 100)]
+    torchs = [{"shape": "pro", "T": t, "variant": f"torch, {name}", "us": us} for name, t, us in slow]
+    write("chain", [*chain, *torchs], vllm="1.2", kernels="0123abcd")
+    text = tool.BLOCKS["how-fast"]().replace("\n", " ")
+    assert "it takes 10.0 to 15.0 times as long, compiled by plain Inductor 4.0 to 5.0." in text
     text = tool.BLOCKS["sources"]().replace("\n", " ")
     assert "`bgemm.json`, `chain.json`: 2026-12-01, kernels 0123abcd; `rope_quant.json`: 2026-12-01, ker" in text
     assert "used vLLM's quantisation kernel (1.2)." in text
