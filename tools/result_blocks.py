@@ -89,7 +89,7 @@ def how_fast(read: Read) -> str:
         )
     slower = {
         name: [
-            chains[*place, name]["us"] / row["us"]
+            chains[(*place, name)]["us"] / row["us"]
             for (*place, kernel), row in chains.items()
             if kernel == "fusion_pass, bf16 KV" and (*place, name) in chains
         ]
@@ -97,7 +97,9 @@ def how_fast(read: Read) -> str:
     }
     if all(slower.values()):
         unfused, compiled = (f"{min(found):.1f} to {max(found):.1f}" for found in slower.values())
-        parts.append(f"In torch's own operations it takes {unfused} times as long, compiled by plain Inductor {compiled}.")
+        parts.append(
+            f"In torch's own operations it takes {unfused} times as long, compiled by plain Inductor {compiled}."
+        )
     prompts, models = [], by_place(read, "model")
     for (shape, tokens, name), row in models.items():
         plain = models.get((shape, tokens, "inductor"))
