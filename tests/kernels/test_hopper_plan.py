@@ -2,6 +2,8 @@
 """How the Hopper attention shares out keys, and what its launchers make of the plan, without such a GPU: the launches
 of the attention are played by the reference, the merge behind them runs in Triton's interpreter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from op_cases import Maker, relative_error
@@ -193,6 +195,24 @@ def test_tables_that_sequences_share(monkeypatch, operands):
             assert relative_error(out, whole()[0]) < 4e-3
             results.append(out)
         assert torch.equal(*results)
+
+
+def test_pairs_are_asked_for(monkeypatch, operands):
+    """A plan of pairs becomes one launch that finishes its rows, and nothing is merged."""
+    _, (q, *_, sink), _ = operands
+    monkeypatch.setattr(attention, "plan", lambda *args, **forms: Plan(7, 2, paired=True))
+    calls = []
+    launch = lambda to, sink, **how: calls.append((to.kind, how))  # noqa: E731
+    out = torch.empty_like(q)
+    launchers._attend(attention.Epilogue("plain", out), 7, 8, 15, sink, launch, q.device)
+    assert calls == [("plain", {"splits": 2, "paired": True})]
+    properties = SimpleNamespace(multi_processor_count=SMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    partial = attention.Epilogue("partial", out, lse=out)
+    with pytest.raises(ValueError, match="two shares that finish their rows: got 2 and 'partial'"):
+        attention._launch(
+            q.unsqueeze(0), q, None, 0.05, partial, lists=None, tokens=7, splits=2, paired=True, causal=False
+        )
 
 
 def test_batch_invariant_calls_are_never_cut(operands):
