@@ -72,7 +72,13 @@ def report_totals():
           + f"; killed {totals['refused'] + totals['kept']}/{totals['other value']}")
 
 
-@pytest.mark.parametrize("name", [name for name in POSITIVES if name not in FLEX])
+# Half a minute each: loops that are traced into hundreds of operators.
+LONG = ("pos_15_vllm_per_block_loop_reference", "pos_51_scaled_mm_per_group_and_kblock")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in POSITIVES if n not in FLEX])
 def test_mutants_keep_their_value(name):
     with torch.no_grad():
         _, fn, args = case(name, tokens=5, dtype=torch.float32)
