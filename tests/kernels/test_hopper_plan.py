@@ -210,9 +210,7 @@ def test_pairs_are_asked_for(monkeypatch, operands):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     partial = attention.Epilogue("partial", out, lse=out)
     with pytest.raises(ValueError, match="two shares that finish their rows: got 2 and 'partial'"):
-        attention._launch(
-            q.unsqueeze(0), q, None, 0.05, partial, lists=None, tokens=7, splits=2, paired=True, causal=False
-        )
+        attention._launch(q.unsqueeze(0), q, None, 0.05, partial, lists=None, tokens=7, splits=2, paired=True)
 
 
 def test_batch_invariant_calls_are_never_cut(operands):
